@@ -1,0 +1,1 @@
+"""One module per framework's layout, each reading names, headers and small metadata into a Catalog."""

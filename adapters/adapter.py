@@ -1,0 +1,108 @@
+"""What an adapter is: it recognises a folder by what is in it and reads it into a Catalog, without weights.
+
+All of a framework's knowledge (file names, rank axes, which names are replicated, how flat partitions map to
+parameters) is in its adapter and nowhere else. An adapter is handed a store and never opens anything by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Protocol
+
+from auditor.model.catalog import Catalog
+from auditor.model.mesh import Replicate, Shard
+from auditor.storage.store import Entry, Store, base_name
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One folder's listing."""
+
+    path: str
+    files: Mapping[str, Entry]
+    """By name within the folder."""
+    folders: Mapping[str, Entry]
+
+    @classmethod
+    def read(cls, store: Store, path: str) -> Folder:
+        """List ``path``, sorted by name.
+
+        Raises:
+            StorageError: there is no such folder, or it can't be listed.
+        """
+        entries = sorted(store.list(path), key=lambda entry: entry.name)
+        return cls(
+            path,
+            {base_name(entry.name): entry for entry in entries if not entry.is_folder},
+            {base_name(entry.name): entry for entry in entries if entry.is_folder},
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The folder is a checkpoint of this format."""
+
+    step: int
+    """The step that the framework recorded, else the folder's number."""
+    reason: str
+    """What in the folder's content says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """The folder is no checkpoint of this format."""
+
+    reason: str
+    nearness: float = 0.0
+    """From 0 (nothing fits) to below 1 (nearly everything does), to name what came nearest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """A file beside the steps that names the step to resume from."""
+
+    file: str
+    target: str
+    """The folder that it names, below the root."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a user may state about layouts, from the configuration."""
+
+    placement: Mapping[str, Sequence[tuple[str, Shard | Replicate]]] = field(default_factory=dict)
+    """Mesh axis to pairs of (tensor name glob, placement); the first glob that fits wins over the adapter's rules."""
+
+    def stated(self, axis: str, name: str) -> Shard | Replicate | None:
+        """The user's word on how tensor ``name`` lies along ``axis``, if there is one."""
+        return next((how for glob, how in self.placement.get(axis, ()) if fnmatchcase(name, glob)), None)
+
+
+class Adapter(Protocol):
+    """Reads one format."""
+
+    @property
+    def name(self) -> str:
+        """The format's name in reports, e.g. ``deepspeed-pipeline``."""
+
+    @property
+    def looks_for(self) -> str:
+        """What a folder must hold to be recognised, for the message about an unknown folder."""
+
+    def recognise(self, store: Store, folder: Folder) -> Match | Declined:
+        """Whether ``folder`` is one step in this format, judged by names and by the content of small files.
+
+        Raises:
+            StorageError: storage failed, so nothing can be said.
+        """
+
+    def pointer(self, store: Store, folder: Folder) -> Pointer | None:
+        """The pointer in a folder of steps, if this format writes one and it is there."""
+
+    def read(self, store: Store, folder: Folder, match: Match, options: Options) -> Catalog:
+        """The Catalog of one step. Reads names, headers and small metadata; never weights.
+
+        What is wrong with the files is in the Catalog (file states, problems), not raised.
+        """

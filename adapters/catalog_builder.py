@@ -1,0 +1,65 @@
+"""Puts a Catalog together piece by piece; which replica a piece belongs to follows from its coordinate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from auditor.model.catalog import Catalog, File, PiecesBuilder, Problem, Role, Scalar, Tensor
+from auditor.model.dtype import DType
+from auditor.model.mesh import Coordinate, Mesh
+from auditor.model.region import Region
+
+
+class CatalogBuilder:
+    """Collects tensors, files and pieces of one step."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._ids: dict[tuple[Role, str], int] = {}
+        self._replicas: list[tuple[Coordinate, ...]] = []
+        self._files: list[File] = []
+        self._file_ids: dict[str, int] = {}
+        self._pieces = PiecesBuilder()
+        self.scalars: list[Scalar] = []
+        self.problems: list[Problem] = []
+
+    def file(self, file: File) -> int:
+        """Add a file; its number."""
+        self._file_ids[file.name] = len(self._files)
+        self._files.append(file)
+        return self._file_ids[file.name]
+
+    def file_id(self, name: str) -> int:
+        """The number of a file added before."""
+        return self._file_ids[name]
+
+    def tensor(
+        self, name: str, role: Role, dtype: DType, shape: tuple[int, ...], order: int, *,
+        replicas: Sequence[Coordinate] = (), replica_axes: tuple[str, ...] = (),
+        stored_once: tuple[str, ...] = (), undetermined: str = "",
+    ) -> int:  # fmt: skip
+        """Add a tensor, or find it if it was added before; its number."""
+        if (role, name) in self._ids:
+            return self._ids[role, name]
+        number = self._ids[role, name] = len(self._tensors)
+        self._tensors.append(Tensor(name, role, dtype, shape, order, replica_axes, stored_once, undetermined))
+        self._replicas.append(tuple(replicas) or (Coordinate(),))
+        return number
+
+    def piece(
+        self, tensor: int, file: int, offset: int, region: Region, coordinate: Coordinate, *,
+        key: str = "", strides: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Add a piece of ``tensor``; its replica is the one at its coordinate along the tensor's replica axes."""
+        along = coordinate.along(self._tensors[tensor].replica_axes)
+        replica = self._replicas[tensor].index(along)
+        self._pieces.add(tensor, file, offset, region, coordinate, replica=replica, key=key, strides=strides)
+
+    def build(
+        self, step: int, path: str, format_name: str, mesh: Mesh, opaque: Mapping[str, int], unclaimed: Sequence[str]
+    ) -> Catalog:
+        """The finished Catalog."""
+        return Catalog(
+            step, path, format_name, mesh, tuple(self._tensors), tuple(self._replicas), self._pieces.build(),
+            tuple(self._files), tuple(self.scalars), tuple(self.problems), dict(opaque), tuple(unclaimed),
+        )  # fmt: skip

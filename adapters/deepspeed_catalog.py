@@ -1,0 +1,218 @@
+"""Turns the files of a DeepSpeed pipeline checkpoint into a Catalog: pieces, scalars, and what contradicts itself.
+
+Files that must be there but aren't, or can't be read, have their pieces in the Catalog all the same: so that what is
+lost is known by tensor and region, and is laid to the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from auditor.adapters.adapter import Folder, Options
+from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.deepspeed_files import LAYER, StepFile, count_in, read_step_files, shapes_in
+from auditor.adapters.deepspeed_layout import Layout, Part
+from auditor.adapters.flat_partitions import partition_length, place_slice, slices
+from auditor.containers.pickle_machine import Opaque
+from auditor.containers.torch_zip import StoredTensor, read_number
+from auditor.model.catalog import Catalog, FileState, Problem, ProblemKind, Role, Scalar
+from auditor.model.dtype import BFLOAT16, FLOAT32, DType
+from auditor.model.mesh import Coordinate
+from auditor.model.region import FlatRange
+from auditor.storage.store import Store, join
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_FLATS: dict[Role, tuple[str, ...]] = {
+    Role.MASTER: ("single_partition_of_fp32_groups",),
+    Role.FIRST_MOMENT: ("base_optimizer_state", "state", "exp_avg"),
+    Role.SECOND_MOMENT: ("base_optimizer_state", "state", "exp_avg_sq"),
+}
+"""Where in ``optimizer_state_dict`` a role's flat partitions are; the group's number goes in before the last key."""
+
+
+class DeepSpeedReading:
+    """One step being read."""
+
+    def __init__(self, store: Store, folder: Folder, options: Options) -> None:
+        self.store, self.folder = store, folder
+        self.files = read_step_files(store, folder)
+        self.degrees = self.files.degrees
+        self.layout = Layout(self.files, options)
+        self.builder = CatalogBuilder()
+
+    def catalog(self, step: int, format_name: str) -> Catalog:
+        """The Catalog of the step."""
+        for file, coordinate in self.files.all():
+            if match := LAYER.fullmatch(file.name):
+                coordinate = coordinate.merged(Coordinate.of(pp=self.layout.stage_of_layer(int(match[1]))))
+            self.builder.file(file.as_file(self.folder.path, coordinate))
+            self._check_root(file, coordinate)
+        for layer in self.layout.layers:
+            self._add_layer(layer)
+        for (dp, mp_rank), file in sorted(self.files.zeros.items()):
+            self._add_zero_file(dp, mp_rank, file)
+        for mp_rank, file in sorted(self.files.models.items()):
+            self._add_model_file(mp_rank, file)
+        claimed = {file.name for file, _ in self.files.all()}
+        unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in claimed]
+        return self.builder.build(
+            step, self.folder.path, format_name, self.degrees.mesh, self.files.opaque(), unclaimed
+        )
+
+    def _problem(
+        self, kind: ProblemKind, file: StepFile, message: str, coordinate: Coordinate, tensor: str = ""
+    ) -> None:
+        self.builder.problems.append(Problem(kind, join(self.folder.path, file.name), message, coordinate, tensor))
+
+    def _scalar(self, name: str, value: float, file: StepFile, coordinate: Coordinate) -> None:
+        self.builder.scalars.append(Scalar(name, value, join(self.folder.path, file.name), coordinate))
+
+    def _tensor(self, part: Part, role: Role, dtype: DType) -> int:
+        return self.builder.tensor(
+            part.name, role, dtype, part.shape, part.order, replicas=part.replicas, replica_axes=part.replica_axes,
+            stored_once=part.stored_once, undetermined=part.undetermined,
+        )  # fmt: skip
+
+    def _check_root(self, file: StepFile, coordinate: Coordinate) -> None:
+        """torch.save names the root after the path: a copied or renamed file keeps that of its origin."""
+        if file.content and file.content.root not in (file.name.removesuffix(".pt"), "archive"):
+            self._problem(ProblemKind.OTHER_RANK, file, f"was saved as {file.content.root}.pt", coordinate)
+
+    # Weights: layer files
+
+    def _add_layer(self, layer: int) -> None:
+        files = [self.files.layers[layer, tp] for tp in range(self.degrees.tp)]
+        for key, local in self.layout.layers[layer].items():
+            stored = [tensor for file in files if isinstance(tensor := file.tree.get(key), StoredTensor)]
+            dtype = stored[0].dtype if stored else BFLOAT16
+            for tp, file in enumerate(files):
+                coordinate = Coordinate.of(pp=self.layout.stage_of_layer(layer), tp=tp)
+                name = f"{self.layout.prefixes[layer]}{key}"
+                part = self.layout.part(name, Role.PARAMETER, local, coordinate)
+                self._add_weight(self._tensor(part, Role.PARAMETER, dtype), part, file, key, dtype, coordinate)
+
+    def _add_weight(
+        self, tensor: int, part: Part, file: StepFile, key: str, dtype: DType, coordinate: Coordinate
+    ) -> None:
+        """The piece that one layer file holds of a tensor, or should hold."""
+        file_id = self.builder.file_id(join(self.folder.path, file.name))
+        stored = file.tree.get(key)
+        if not isinstance(stored, StoredTensor):
+            if file.state is not FileState.PRESENT:
+                self.builder.piece(tensor, file_id, 0, part.box, coordinate, key=key)
+        elif (stored.shape, stored.dtype) == (part.local, dtype):
+            self.builder.piece(tensor, file_id, stored.offset, part.box, coordinate, key=key, strides=stored.strides)
+        else:
+            found, expected = f"{stored.dtype.name}{list(stored.shape)}", f"{dtype.name}{list(part.local)}"
+            message = f"holds {key} as {found}, expected is {expected}"
+            self._problem(ProblemKind.RANKS_DISAGREE, file, message, coordinate, part.name)
+
+    # Masters and moments: zero files
+
+    def _add_zero_file(self, dp: int, mp_rank: int, file: StepFile) -> None:
+        coordinate = self.degrees.model_coordinate(mp_rank).merged(Coordinate.of(dp=dp))
+        groups = self.layout.groups[mp_rank // self.degrees.tp]
+        if not groups and file.state is FileState.PRESENT:
+            self._problem(ProblemKind.UNPLACED, file, "no mp_rank file tells the order of its parameters", coordinate)
+        for group, members in enumerate(groups):
+            for role in _FLATS:
+                self._add_flat(file, role, group, members, coordinate)
+            self._check_mapping(file, group, members, coordinate)
+            self._add_step(file, group, coordinate)
+
+    def _add_flat(self, file: StepFile, role: Role, group: int, members: Shapes, coordinate: Coordinate) -> None:
+        """The pieces of one flat partition, or those that a lost file should hold."""
+        flat = _flat(file, role, group)
+        length = partition_length(members, self.degrees.dp)
+        if flat is None and file.state is FileState.PRESENT:
+            return
+        if flat is not None and flat.shape[0] != length:
+            # Cut at the wrong places, every slice would be another parameter's.
+            message = f"its {role.value} group {group} has {flat.shape[0]} elements, param_shapes imply {length}"
+            self._problem(ProblemKind.METADATA, file, message, coordinate)
+            return
+        dtype, offset = (flat.dtype, flat.offset) if flat else (FLOAT32, 0)
+        file_id = self.builder.file_id(join(self.folder.path, file.name))
+        key, width = f"{'.'.join(_FLATS[role])}[{group}]", dtype.bits // 8
+        for piece in slices(members, coordinate.as_dict()["dp"], length):
+            if not piece.name:
+                name, count = f"{role.value}.group{group}@{coordinate}", piece.stop - piece.start
+                tensor = self.builder.tensor(name, Role.PADDING, dtype, (count,), 1 << 50)
+                self.builder.piece(tensor, file_id, offset + piece.at * width, FlatRange(0, count), coordinate, key=key)
+                continue
+            part = self.layout.part(piece.name, role, members[piece.name], coordinate)
+            tensor = self._tensor(part, role, dtype)
+            for region, at in place_slice(piece, part.local, part.box, part.shape):
+                self.builder.piece(tensor, file_id, offset + at * width, region, coordinate, key=key)
+
+    def _check_mapping(self, file: StepFile, group: int, members: Shapes, coordinate: Coordinate) -> None:
+        """``param_slice_mappings``, where recorded, must say what the shapes imply."""
+        recorded = _dig(file.tree, "optimizer_state_dict", "param_slice_mappings", group)
+        flat = _flat(file, Role.MASTER, group)
+        if flat is None or not isinstance(recorded, dict):
+            return
+        parts = slices(members, coordinate.as_dict()["dp"], flat.shape[0])
+        implied = {part.name: (part.at, part.stop - part.start) for part in parts if part.name}
+        stated = {
+            str(name): (address.attributes().get("start"), address.attributes().get("numel"))
+            for name, address in recorded.items()
+            if isinstance(address, Opaque)
+        }
+        for name in sorted(stated.keys() | implied.keys()):
+            if stated.get(name) != implied.get(name):
+                message = f"its slice mapping puts {name} at {stated.get(name)}, param_shapes imply {implied.get(name)}"
+                self._problem(ProblemKind.METADATA, file, message, coordinate, name)
+                return
+
+    # Scalars
+
+    def _add_step(self, file: StepFile, group: int, coordinate: Coordinate) -> None:
+        """The optimizer's own step: a 0-d tensor (torch), or a number in the state or in the group (fused Adams)."""
+        base = _dig(file.tree, "optimizer_state_dict", "base_optimizer_state")
+        for value in (_dig(base, "state", group, "step"), _dig(base, "param_groups", group, "step")):
+            if isinstance(value, StoredTensor) and value.num_elements == 1:
+                with self.store.open(join(self.folder.path, file.name)) as handle:
+                    value = read_number(handle, value)
+            if isinstance(value, (int, float)):
+                self._scalar("optimizer_step", float(value), file, coordinate)
+                return
+
+    def _add_model_file(self, mp_rank: int, file: StepFile) -> None:
+        coordinate = self.degrees.model_coordinate(mp_rank)
+        for key in ("global_steps", "skipped_steps", "global_samples", "iteration"):
+            value = file.tree.get(key)
+            if isinstance(value, int):
+                self._scalar(key, float(value), file, coordinate)
+        for key, degree in (("dp_world_size", self.degrees.dp), ("mp_world_size", self.degrees.pp * self.degrees.tp)):
+            stated = count_in(file, key)
+            if stated not in (None, degree):
+                self._problem(ProblemKind.METADATA, file, f"records {key} {stated}, others {degree}", coordinate)
+        if file.content and shapes_in(file, "param_shapes") != self.layout.groups[mp_rank // self.degrees.tp]:
+            message = "its param_shapes differ from those of its stage's other tensor-parallel ranks"
+            self._problem(ProblemKind.RANKS_DISAGREE, file, message, coordinate)
+
+
+def _flat(file: StepFile, role: Role, group: int) -> StoredTensor | None:
+    """The flat partition of one role and group, if the file holds it as one."""
+    *path, last = _FLATS[role]
+    value = (
+        _dig(file.tree, "optimizer_state_dict", *path, group, last)
+        if path
+        else _dig(file.tree, "optimizer_state_dict", last, group)
+    )
+    fits = isinstance(value, StoredTensor) and len(value.shape) == 1 and value.contiguous
+    return value if fits else None
+
+
+def _dig(value: Any, *path: object) -> Any:
+    """The value under a path of keys and positions, or None."""
+    for key in path:
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            value = value[key]
+        else:
+            return None
+    return value

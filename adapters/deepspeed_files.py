@@ -1,0 +1,210 @@
+"""The files of one DeepSpeed pipeline checkpoint: their names, what rank wrote them, which must be there.
+
+    layer_<LL>-model_<TT>-model_states.pt                  LL pipeline layer, TT tensor-parallel rank
+    mp_rank_<MM>_model_states.pt                           MM = pp_rank · tp_degree + tp_rank
+    [bf16_]zero_pp_rank_<D>_mp_rank_<MM>_optim_states.pt   D data-parallel rank, not padded
+
+Nothing in the folder marks completeness, so what must be there follows from recorded world sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from auditor.adapters.adapter import Folder
+from auditor.containers.damage import DamagedError, UnsupportedError
+from auditor.containers.pickle_machine import Opaque
+from auditor.containers.torch_zip import TorchFile, read_torch_file
+from auditor.model.catalog import File, FileState
+from auditor.model.mesh import Coordinate, Mesh
+from auditor.storage.store import ObjectMissingError, StorageError, Store, join
+
+LAYER = re.compile(r"layer_(\d{2,})-model_(\d{2,})-model_states\.pt")
+MODEL = re.compile(r"mp_rank_(\d{2,})_model_states\.pt")
+ZERO = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d{2,})_optim_states\.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """Sizes of the mesh axes."""
+
+    pp: int
+    dp: int
+    tp: int
+
+    @property
+    def mesh(self) -> Mesh:
+        """Global rank = (pp · dp_degree + dp) · tp_degree + tp, DeepSpeed's pipe-data-model topology."""
+        return Mesh((("pp", self.pp), ("dp", self.dp), ("tp", self.tp)), ordered=True)
+
+    def model_coordinate(self, mp_rank: int) -> Coordinate:
+        """Stage and tensor-parallel rank of an ``mp_rank``."""
+        return Coordinate.of(pp=mp_rank // self.tp, tp=mp_rank % self.tp)
+
+
+@dataclass(frozen=True, slots=True)
+class StepFile:
+    """One file of the step, read without weights; ``content`` is None where that was not possible."""
+
+    name: str
+    """Within the step's folder."""
+    state: FileState
+    content: TorchFile | None = None
+    detail: str = ""
+
+    @property
+    def tree(self) -> Mapping[Any, Any]:
+        """The saved dictionary; empty where the file could not be read or holds something else."""
+        tree = self.content.tree if self.content else None
+        return tree if isinstance(tree, dict) else {}
+
+    def as_file(self, folder: str, coordinate: Coordinate) -> File:
+        """The Catalog's record of it."""
+        entry = self.content.entry if self.content else None
+        return File(
+            join(folder, self.name), entry.num_bytes if entry else 0, entry.identity if entry else "",
+            self.state, coordinate, self.detail,
+        )  # fmt: skip
+
+
+def read_file(store: Store, folder: str, name: str) -> StepFile:
+    """Read one file's directory and pickle; whatever is wrong with it is in the result."""
+    try:
+        with store.open(join(folder, name)) as handle:
+            return StepFile(name, FileState.PRESENT, read_torch_file(handle))
+    except DamagedError as error:
+        return StepFile(name, FileState.DAMAGED, None, str(error))
+    except ObjectMissingError:
+        return StepFile(name, FileState.MISSING, None, "it is not there")
+    except (UnsupportedError, StorageError) as error:
+        return StepFile(name, FileState.UNREADABLE, None, str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class StepFiles:
+    """All files of one step, those that must be there but aren't included."""
+
+    degrees: Degrees
+    models: Mapping[int, StepFile]
+    """By mp_rank."""
+    layers: Mapping[tuple[int, int], StepFile]
+    """By layer and tensor-parallel rank."""
+    zeros: Mapping[tuple[int, int], StepFile]
+    """By data-parallel rank and mp_rank."""
+
+    def all(self) -> Iterator[tuple[StepFile, Coordinate]]:
+        """Every file with the coordinate of the rank whose state it holds."""
+        for (_, tp), file in sorted(self.layers.items()):
+            yield file, Coordinate.of(tp=tp)
+        for mp_rank, file in sorted(self.models.items()):
+            yield file, self.degrees.model_coordinate(mp_rank)
+        for (dp, mp_rank), file in sorted(self.zeros.items()):
+            yield file, self.degrees.model_coordinate(mp_rank).merged(Coordinate.of(dp=dp))
+
+    def opaque(self) -> Counter[str]:
+        """Unknown objects met in all files, by class."""
+        total: Counter[str] = Counter()
+        for file, _ in self.all():
+            if file.content:
+                total.update(file.content.opaque)
+        return total
+
+    def stage_shapes(self, stage: int) -> list[dict[str, tuple[int, ...]]]:
+        """Per parameter group, name to local shape on a stage, from the first readable file of any of its ranks."""
+        for tp in range(self.degrees.tp):
+            groups = shapes_in(self.models[stage * self.degrees.tp + tp], "param_shapes")
+            if groups:
+                return groups
+        return []
+
+
+def shapes_in(file: StepFile, key: str) -> list[dict[str, tuple[int, ...]]]:
+    """``param_shapes`` or the like of one mp_rank file: per group, name to local shape."""
+    recorded = file.tree.get(key)
+    groups = recorded if isinstance(recorded, list) else [recorded]
+    return [
+        {name: shape for name, shape in group.items() if isinstance(name, str) and _is_shape(shape)}
+        for group in groups
+        if isinstance(group, dict)
+    ]
+
+
+def _is_shape(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(n, int) and 0 <= n < 1 << 48 for n in value)
+
+
+def megatron_args(file: StepFile) -> Mapping[str, object]:
+    """Megatron's ``args`` as saved in an mp_rank file, empty where they aren't."""
+    args = file.tree.get("args")
+    return args.attributes() if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
+
+
+def count_in(file: StepFile, *keys: str) -> int | None:
+    """A positive whole number under a path of keys."""
+    value: Any = file.tree
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 20 else None
+
+
+def read_step_files(store: Store, folder: Folder) -> StepFiles:
+    """Read every file of the step, then add those that the recorded sizes imply."""
+    models, layers, zeros = {}, {}, {}
+    for name in folder.files:
+        if found := MODEL.fullmatch(name):
+            models[int(found[1])] = read_file(store, folder.path, name)
+        elif found := LAYER.fullmatch(name):
+            layers[int(found[1]), int(found[2])] = read_file(store, folder.path, name)
+        elif found := ZERO.fullmatch(name):
+            zeros[int(found[1]), int(found[2])] = read_file(store, folder.path, name)
+    degrees = _degrees(models, layers, zeros)
+    for mp_rank in range(degrees.pp * degrees.tp):
+        models.setdefault(mp_rank, _absent(f"mp_rank_{mp_rank:02d}_model_states.pt"))
+    prefix = "bf16_" if any(file.name.startswith("bf16_") for file in zeros.values()) or not zeros else ""
+    for dp in range(degrees.dp):
+        for mp_rank in range(degrees.pp * degrees.tp):
+            name = f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp_rank:02d}_optim_states.pt"
+            zeros.setdefault((dp, mp_rank), _absent(name))
+    for layer in _layer_numbers(models, layers):
+        for tp in range(degrees.tp):
+            layers.setdefault((layer, tp), _absent(f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"))
+    return StepFiles(degrees, models, layers, zeros)
+
+
+def _absent(name: str) -> StepFile:
+    return StepFile(name, FileState.MISSING, None, "it is not there")
+
+
+def _layer_numbers(models: Mapping[int, StepFile], layers: Mapping[tuple[int, int], StepFile]) -> set[int]:
+    """Layers that have a file or, by the parameter names of a stage, must have one. Holes are normal."""
+    numbers = {layer for layer, _ in layers}
+    for file in models.values():
+        for group in shapes_in(file, "param_shapes"):
+            numbers |= {int(name.split(".", 1)[0]) for name in group if re.match(r"\d{1,6}\.", name)}
+    return numbers
+
+
+def _degrees(
+    models: Mapping[int, StepFile],
+    layers: Mapping[tuple[int, int], StepFile],
+    zeros: Mapping[tuple[int, int], StepFile],
+) -> Degrees:
+    """Recorded sizes first, so that missing files show; counting files only where nothing is recorded."""
+
+    def recorded(*keys: str) -> int | None:
+        return next(filter(None, (count_in(file, *keys) for _, file in sorted(models.items()))), None)
+
+    args = next(filter(None, (megatron_args(file) for _, file in sorted(models.items()))), {})
+    stated = args.get("tensor_model_parallel_size")
+    tp = recorded("checkpoint_parallel_dimensions", "tp_degree") or (
+        stated if isinstance(stated, int) and 0 < stated < 1 << 20 else None
+    )
+    tp = tp or 1 + max((rank for _, rank in layers), default=0)
+    highest = max([*models, *(mp_rank for _, mp_rank in zeros), 0])
+    in_model = recorded("mp_world_size") or highest + 1
+    dp = recorded("dp_world_size") or 1 + max((rank for rank, _ in zeros), default=0)
+    return Degrees(max(1, in_model // tp), dp, tp)

@@ -1,0 +1,138 @@
+"""What the files of a DeepSpeed pipeline checkpoint say together: names, model order, stages, placement.
+
+A layer file knows ``input_layernorm.weight``; the optimizer side knows ``3.input_layernorm.weight``, which is the
+tensor's name. A module used by two stages (the embedding, again as output head) is ``tied_modules.<key>.…`` there, and
+its weights are stored under the number of the layer that uses it first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from auditor.adapters.adapter import Options
+from auditor.adapters.deepspeed_files import StepFiles, megatron_args
+from auditor.adapters.megatron_names import Placed, place, rule_for, sizes_from
+from auditor.containers.torch_zip import StoredTensor
+from auditor.model.catalog import Role
+from auditor.model.mesh import Coordinate, Replicate, global_shape, local_box
+from auditor.model.region import Box, whole
+
+_TIED = re.compile(r"tied_modules\.[^.]+\.")
+_NUMBERED = re.compile(r"(\d{1,6})\.")
+_ORDER_PER_LAYER = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part of a tensor: which tensor, and where in it."""
+
+    name: str
+    order: int
+    local: tuple[int, ...]
+    shape: tuple[int, ...]
+    box: Box
+    replica_axes: tuple[str, ...] = ()
+    replicas: tuple[Coordinate, ...] = ()
+    stored_once: tuple[str, ...] = ()
+    undetermined: str = ""
+
+
+class Layout:
+    """Names and places of all tensors of one step."""
+
+    def __init__(self, files: StepFiles, options: Options) -> None:
+        self.files, self.degrees, self.options = files, files.degrees, options
+        self.groups = {stage: files.stage_shapes(stage) for stage in range(self.degrees.pp)}
+        """Per stage and parameter group, name to local shape, in the order of the flat partitions."""
+        self.stages: dict[str, list[int]] = {}
+        """Name to the stages that hold it, first user first."""
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for stage, groups in self.groups.items():
+            for group in groups:
+                for name, shape in group.items():
+                    self.stages.setdefault(name, []).append(stage)
+                    self.shapes.setdefault(name, shape)
+        args = next(filter(None, (megatron_args(file) for _, file in sorted(files.models.items()))), {})
+        self.sizes = sizes_from(args, self.shapes)
+        self.layers: dict[int, dict[str, tuple[int, ...]]] = {}
+        """Layer number to key within its files to local shape, in stored order."""
+        self.prefixes: dict[int, str] = {}
+        """Layer number to what goes before its keys to make names."""
+        for layer in sorted({layer for layer, _ in files.layers}):
+            self._learn(layer)
+        self.orders = {
+            f"{self.prefixes[layer]}{key}": layer * _ORDER_PER_LAYER + at
+            for layer, keys in self.layers.items()
+            for at, key in enumerate(keys)
+        }
+
+    def _learn(self, layer: int) -> None:
+        """Keys in the stored order of the first readable file, then those that only the mp_rank files know of."""
+        keys: dict[str, tuple[int, ...]] = {}
+        for tp in range(self.degrees.tp):
+            for key, value in self.files.layers[layer, tp].tree.items():
+                if isinstance(key, str) and isinstance(value, StoredTensor):
+                    keys.setdefault(key, value.shape)
+        prefix = f"{layer}."
+        if not any(name.startswith(prefix) for name in self.shapes):
+            # No parameter carries this number: the layer is the first user of a tied module.
+            tied = (match[0] for name in self.shapes if (match := _TIED.match(name)) and name[match.end() :] in keys)
+            prefix = next(tied, prefix)
+        announced = {n.removeprefix(prefix): shape for n, shape in self.shapes.items() if n.startswith(prefix)}
+        self.prefixes[layer], self.layers[layer] = prefix, {**keys, **announced}
+
+    def stage_of_layer(self, layer: int) -> int:
+        """The stage that wrote the layer's files."""
+        prefix = self.prefixes[layer]
+        return next((stages[0] for name, stages in self.stages.items() if name.startswith(prefix)), 0)
+
+    def key_of(self, name: str) -> str:
+        """A name within its layer."""
+        match = _TIED.match(name) or _NUMBERED.match(name)
+        return name[match.end() :] if match else name
+
+    def part(self, name: str, role: Role, local: tuple[int, ...], coordinate: Coordinate) -> Part:
+        """Where the part of ``name`` with shape ``local`` lies that the rank at ``coordinate`` holds."""
+        key, order = self.key_of(name), self.orders.get(name, 1 << 40)
+        placed = place(key, local, self.degrees.tp, self.sizes, self.options.stated("tp", name))
+        stages = self.stages.get(name, [0])
+        stage = coordinate.as_dict().get("pp", stages[0])
+        if len(stages) > 1 and not self._synchronised(key):
+            # Of a tied module only the tied weight is kept equal over stages; the rest are tensors of their own.
+            if stage != stages[0]:
+                name, order = f"{name}@pp={stage}", order + (1 << 39)
+            stages = [stage]
+        if placed.how is None:
+            # Each rank's part stands for itself: nothing is claimed about how the parts belong together.
+            alone = f"{name}@{coordinate.along(('tp',))}"
+            return Part(alone, order, local, local, whole(local), undetermined=placed.reason)
+        return self._placed_part(name, order, role, local, coordinate, placed, stages)
+
+    def _placed_part(
+        self, name: str, order: int, role: Role, local: tuple[int, ...], coordinate: Coordinate, placed: Placed,
+        stages: list[int],
+    ) -> Part:  # fmt: skip
+        assert placed.how is not None
+        placement = {"tp": placed.how}
+        replicas: list[Coordinate] = [Coordinate()]
+        axes: Mapping[str, list[int]] = {
+            "pp": stages if role is not Role.PARAMETER else [],
+            "tp": list(range(self.degrees.tp)) if isinstance(placed.how, Replicate) else [],
+        }
+        axes = {axis: indices for axis, indices in axes.items() if len(indices) > 1}
+        for axis, indices in axes.items():
+            replicas = [known.merged(Coordinate.of(**{axis: index})) for known in replicas for index in indices]
+        # Weights are written by data-parallel rank 0 and by the first stage alone.
+        once = {"pp": len(stages), "dp": self.degrees.dp} if role is Role.PARAMETER else {}
+        return Part(
+            name, order, local, global_shape(local, placement, self.degrees.mesh),
+            local_box(local, placement, coordinate), tuple(axes), tuple(replicas),
+            tuple(axis for axis, degree in once.items() if degree > 1),
+        )  # fmt: skip
+
+    @staticmethod
+    def _synchronised(key: str) -> bool:
+        rule = rule_for(key)
+        return rule is not None and rule.synchronised_over_stages

@@ -1,0 +1,62 @@
+"""Megatron-DeepSpeed pipeline checkpoints with BF16_Optimizer: the layout in which BLOOM-176B was saved.
+
+Layer files hold the bf16 weights of one pipeline layer and tensor-parallel rank. The fp32 masters and both moments lie
+in zero files, as flat partitions over data-parallel ranks whose order is ``param_shapes`` of the mp_rank files. Tensors
+are called by their optimizer-side names, ``3.input_layernorm.weight``.
+Sources: DeepSpeed ``runtime/bf16_optimizer.py``, ``runtime/pipe/module.py``; Megatron-DeepSpeed ``GPTModelPipe``.
+"""
+
+from __future__ import annotations
+
+import re
+
+from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer
+from auditor.adapters.deepspeed_catalog import DeepSpeedReading
+from auditor.adapters.deepspeed_files import LAYER, MODEL, ZERO, read_file
+from auditor.model.catalog import Catalog
+from auditor.storage.store import Store, base_name, join, read_text
+
+_STEP_FOLDER = re.compile(r"(?:.*\D)?(\d+)")
+
+
+class DeepSpeedPipeline:
+    """The adapter."""
+
+    name = "deepspeed-pipeline"
+    looks_for = (
+        "layer_*-model_*-model_states.pt beside mp_rank_*_model_states.pt, which records param_shapes and global_steps"
+    )
+
+    def recognise(self, store: Store, folder: Folder) -> Match | Declined:
+        """By the two kinds of files, and by what an mp_rank file records."""
+        models = [name for name in folder.files if MODEL.fullmatch(name)]
+        layers = [name for name in folder.files if LAYER.fullmatch(name)]
+        zeros = [name for name in folder.files if ZERO.fullmatch(name)]
+        if not models and not layers:
+            return Declined("no file is called mp_rank_*_model_states.pt or layer_*-model_*", 0.3 if zeros else 0.0)
+        if not layers:
+            return Declined(f"{len(models)} mp_rank files but no layer_*-model_*-model_states.pt", 0.5)
+        number = _STEP_FOLDER.fullmatch(base_name(folder.path))
+        for name in models:
+            file = read_file(store, folder.path, name)
+            steps = file.tree.get("global_steps")
+            if "param_shapes" in file.tree and isinstance(steps, int):
+                reason = f"{len(layers)} layer files; {name} records param_shapes and global_steps={steps}"
+                return Match(steps, reason)
+        if number is None:
+            return Declined("its files are named as they should, but none tells the step", 0.8)
+        return Match(int(number[1]), f"{len(layers)} layer files by name; no mp_rank file could be read")
+
+    def pointer(self, store: Store, folder: Folder) -> Pointer | None:
+        """``latest``: the name of a step folder, without newline."""
+        if "latest" not in folder.files:
+            return None
+        name = join(folder.path, "latest")
+        tag = read_text(store, name).strip()
+        # A name found inside a file may not lead out of the folder.
+        inside = tag and "/" not in tag and "\\" not in tag and tag not in (".", "..")
+        return Pointer(name, join(folder.path, tag) if inside else "")
+
+    def read(self, store: Store, folder: Folder, match: Match, options: Options) -> Catalog:
+        """The Catalog of one step."""
+        return DeepSpeedReading(store, folder, options).catalog(match.step, self.name)

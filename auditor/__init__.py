@@ -1,0 +1,37 @@
+"""Tells from saved checkpoints alone whether a distributed training run is still sound, and if not, since when."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import zarr
+
+    from auditor.audit import Report
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "audit", "open_zarr"]
+
+
+def audit(path: str, **choices: Any) -> Report:
+    """Audit everything under a local path; ``choices`` are fields of :class:`auditor.settings.Settings`.
+
+    Raises:
+        auditor.errors.AuditorError: as :func:`auditor.audit.audit`.
+    """
+    from auditor.audit import audit as run_audit
+    from auditor.settings import Settings
+    from auditor.storage.local import LocalStore
+
+    return run_audit(LocalStore(path), Settings(**choices))
+
+
+def open_zarr(path: str) -> zarr.Group:
+    """The checkpoints under a local path as one read-only Zarr v3 group; see ``docs/zarr-layout.md``.
+
+    Nothing is copied: arrays are assembled from the original files as they are read.
+    """
+    from auditor.storage.local import LocalStore
+    from auditor.view.tree import open_group
+
+    return open_group(LocalStore(path))

@@ -1,0 +1,247 @@
+"""The one orchestration: discover, read each step's Catalog, observe, judge, join over steps.
+
+Steps are taken one after the other; of a step that is done only judgements stay, so memory does not grow with weights.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from auditor.discovery import RunSource, StepSource, discover
+from auditor.errors import NothingToAuditError, UsageError
+from auditor.invariants.registry import Invariant, select
+from auditor.model.catalog import Catalog, FileState, Role
+from auditor.model.finding import Finding, Judgement, Outcome
+from auditor.model.mesh import NO_MESH, Mesh
+from auditor.model.observation import Observations, unobserved
+from auditor.model.run import Commit, PointerState, RunState, StepEvidence, StepState, decide_commits, step_state
+from auditor.observe.difference import measure_differences
+from auditor.observe.one_pass import observe, wanted_rows
+from auditor.settings import DEFAULTS, Level, Settings
+from auditor.storage.retrying import RetryingStore
+from auditor.storage.store import Store
+from auditor.timeline.findings import findings
+from auditor.timeline.last_good import last_good
+
+LARGE_RUN_BYTES = 16 << 30
+"""Runs larger than this are by default read at `replicas`, and at `values` only in the newest step."""
+
+
+@dataclass(slots=True)
+class Coverage:
+    """How much of what is there was looked at."""
+
+    num_tensors: int = 0
+    num_pieces: int = 0
+    num_bytes_total: int = 0
+    """Of all files of the audited steps."""
+    num_bytes_read: int = 0
+    """Of weights."""
+    num_bytes_reread: int = 0
+    """Of weights, once more, to measure differences."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the audit says of one step."""
+
+    state: StepState
+    level: Level
+    judgements: Mapping[str, Judgement]
+    changed: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    """What storage refused; the audit of this step is incomplete."""
+    opaque: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class RunReport:
+    """What the audit says of one run."""
+
+    path: str
+    mesh: Mesh = NO_MESH
+    steps: list[StepReport] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    last_good: StepState | None = None
+    coverage: Coverage = field(default_factory=Coverage)
+    unrecognised: Mapping[str, str] = field(default_factory=dict)
+    chosen: tuple[Invariant, ...] = ()
+    seconds: float = 0.0
+
+    def counts(self, identifier: str) -> dict[Outcome, int]:
+        """Outcomes of one invariant over all steps, in subjects."""
+        total = dict.fromkeys(Outcome, 0)
+        for step in self.steps:
+            judged = step.judgements.get(identifier)
+            if judged is None:
+                continue
+            total[Outcome.HOLDS] += judged.num_holds
+            total[Outcome.VIOLATED] += len(judged.violations)
+            total[Outcome.UNDETERMINED] += sum(map(len, judged.undetermined.values()))
+            total[Outcome.NOT_APPLICABLE] += sum(judged.not_applicable.values())
+        return total
+
+    def undetermined(self) -> dict[tuple[str, str], int]:
+        """(Invariant id, reason) to the largest number of subjects in any step."""
+        found: dict[tuple[str, str], int] = {}
+        for step in self.steps:
+            for identifier, judged in step.judgements.items():
+                for reason, names in judged.undetermined.items():
+                    key = (identifier, reason)
+                    found[key] = max(found.get(key, 0), len(names))
+        return found
+
+
+@dataclass(slots=True)
+class Report:
+    """What the audit says of everything under the path."""
+
+    location: str
+    runs: list[RunReport]
+    settings: Settings
+
+
+Progress = Callable[[str, int], None]
+"""Told the step's path and the bytes just read."""
+
+
+def audit(
+    store: Store, settings: Settings = DEFAULTS, *, executor: Executor | None = None,
+    progress: Progress = lambda path, num_bytes: None, now: float | None = None,
+) -> Report:  # fmt: skip
+    """Audit everything below the store's root.
+
+    ``executor``: where units of work run; a thread pool of ``settings.threads`` by default. ``now``: the time against
+    which ``settle`` is held, seconds since the epoch.
+
+    Raises:
+        NothingToAuditError: there is no checkpoint, or no step that was asked for.
+        UsageError: settings that name unknown invariants or steps.
+        StorageError: the root can't be listed.
+    """
+    try:
+        chosen = select(settings.select, settings.ignore)
+    except LookupError as error:
+        raise UsageError(str(error)) from error
+    store = RetryingStore(store)
+    threads = settings.threads or min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        job = _Audit(store, settings, chosen, executor or pool, progress, time.time() if now is None else now)
+        runs = [job.run(source) for source in discover(store)]
+    runs = [run for run in runs if run.steps or run.unrecognised]
+    if not any(run.steps for run in runs):
+        raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
+    return Report(store.location, runs, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Audit:
+    """One audit under way."""
+
+    store: Store
+    settings: Settings
+    chosen: tuple[Invariant, ...]
+    executor: Executor
+    progress: Progress
+    now: float
+
+    def run(self, source: RunSource) -> RunReport:
+        begun = time.monotonic()
+        report = RunReport(source.path, unrecognised=source.unrecognised, chosen=self.chosen)
+        chosen = self.settings.steps.choose(sorted({step.match.step for step in source.steps}))
+        sources = [step for step in source.steps if step.match.step in chosen]
+        pointers = tuple(PointerState(pointer.file, pointer.target) for pointer in source.pointers)
+        newest = source.steps[-1]
+        whole_run = len(sources) == len(source.steps)
+        levels = self.levels(sources)
+        for step, level in zip(sources, levels, strict=True):
+            report.steps.append(self.step(step, level, report, pointers, step is newest))
+        states = tuple(step.state for step in report.steps)
+        states = decide_commits(states, pointers, self.now, self.settings.settle_seconds)
+        report.steps = [replace(step, state=state) for step, state in zip(report.steps, states, strict=True)]
+        # Pointers may name steps that were not asked for: what they say of those is not judged then.
+        self.conclude(report, RunState(states, pointers if whole_run else ()))
+        report.seconds = time.monotonic() - begun
+        return report
+
+    def levels(self, sources: Sequence[StepSource]) -> list[Level]:
+        if self.settings.level is not None:
+            return [self.settings.level] * len(sources)
+        total = sum(entry.num_bytes for source in sources for entry in source.folder.files.values())
+        if len(sources) == 1 or total <= LARGE_RUN_BYTES:
+            return [Level.VALUES] * len(sources)
+        return [Level.REPLICAS] * (len(sources) - 1) + [Level.VALUES]
+
+    def step(
+        self, source: StepSource, level: Level, report: RunReport, pointers: Sequence[PointerState], newest: bool
+    ) -> StepReport:
+        folder = source.folder
+        full = source.adapter.read(self.store, folder, source.match, self.settings.options)
+        modified = max((entry.modified for entry in folder.files.values()), default=0.0)
+        state = step_state(full, modified)
+        if newest:
+            (state,) = decide_commits([state], pointers, self.now, self.settings.settle_seconds)
+            if state.commit is Commit.IN_PROGRESS:
+                return StepReport(state, Level.NAMES, {})
+        report.mesh = full.mesh
+        catalog = full.only(self.settings.wants_tensor)
+        observations = self.observe(catalog, level, folder.path)
+        self.count(report.coverage, full, catalog, observations)
+        evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers)
+        judgements = {item.id: item.judge_step(evidence) for item in self.chosen if item.judge_step}
+        if observations.changed:
+            judgements = {key: _doubted(item, observations) for key, item in judgements.items()}
+        failures = tuple(
+            f"{file.name}: {file.detail}" for file in catalog.files if file.state is FileState.UNREADABLE
+        ) + tuple(
+            f"{catalog.files[number].name}: {text}"
+            for number, text in observations.failures.items()
+            if catalog.files[number].state is FileState.PRESENT and not observations.changed
+        )
+        return StepReport(state, level, judgements, observations.changed, failures, full.opaque)
+
+    def observe(self, catalog: Catalog, level: Level, path: str) -> Observations:
+        needed = any(item.needs_weights for item in self.chosen)
+        if level < Level.REPLICAS or not needed:
+            return unobserved(catalog)
+        # NUM looks at all values; replicas alone are enough where nothing else was asked for.
+        only_replicated = level is Level.REPLICAS or all(
+            item.family == "REP" for item in self.chosen if item.needs_weights
+        )
+        rows = wanted_rows(catalog, only_replicated=only_replicated)
+        seen = observe(self.store, catalog, rows, self.executor, lambda count: self.progress(path, count))
+        return seen if seen.changed else measure_differences(self.store, catalog, seen)
+
+    @staticmethod
+    def count(coverage: Coverage, full: Catalog, catalog: Catalog, seen: Observations) -> None:
+        coverage.num_tensors += sum(tensor.role is not Role.PADDING for tensor in catalog.tensors)
+        coverage.num_pieces += len(catalog.pieces)
+        coverage.num_bytes_total += sum(file.num_bytes for file in full.files)
+        coverage.num_bytes_read += seen.num_bytes_read
+        coverage.num_bytes_reread += seen.num_bytes_reread
+
+    def conclude(self, report: RunReport, run: RunState) -> None:
+        judged = {step.state.step: dict(step.judgements) for step in report.steps
+                  if step.state.commit is not Commit.IN_PROGRESS}  # fmt: skip
+        for item in self.chosen:
+            if item.judge_run:
+                for step, judgement in item.judge_run(run).items():
+                    judged.setdefault(step, {})[item.id] = judgement
+        report.steps = [replace(step, judgements=judged.get(step.state.step, {})) for step in report.steps]
+        report.findings = findings(judged, self.chosen)
+        report.last_good = last_good(run.steps, judged, report.findings, self.settings.fail_on,
+                                     strict=self.settings.strict)  # fmt: skip
+
+
+def _unread(level: Level) -> str:
+    return f"weights are not read at level {level.name.lower()}" if level < Level.VALUES else ""
+
+
+def _doubted(judgement: Judgement, seen: Observations) -> Judgement:
+    """A judgement of a step that changed while it was read: nothing that it says can be relied on."""
+    names = tuple(violation.subject for violation in judgement.violations) or ("the step",)
+    return Judgement(undetermined={f"{', '.join(seen.changed)} changed while it was read": names})

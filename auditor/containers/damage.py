@@ -1,0 +1,19 @@
+"""How a container says that a file is not what it should be."""
+
+from __future__ import annotations
+
+
+class DamagedError(Exception):
+    """The file contradicts its own format: cut short, lying about sizes, not of the format at all.
+
+    No :class:`~auditor.errors.AuditorError`: damage is a finding about the checkpoint, and whoever opens a container
+    must turn it into one.
+    """
+
+
+class LimitError(DamagedError):
+    """The file asks for more than an honest one needs (memory, steps, nesting); reading it was given up."""
+
+
+class UnsupportedError(Exception):
+    """The file may be sound, but uses something that this reader does not know. Says nothing about the checkpoint."""

@@ -1,0 +1,234 @@
+"""``torch.save`` files in zip form: the pickled object as an inert tree, tensors as byte ranges. No torch, no weights.
+
+Members: ``<root>/data.pkl``, ``<root>/data/<key>`` one a storage, ``<root>/byteorder``. A tensor is a view of a
+storage: element (i, j, …) lies at ``data + itemsize · (offset + i·stride₀ + j·stride₁ + …)``. Several tensors may be
+views of one storage. The root is the stem of the path that was saved to, so a renamed file shows.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
+from auditor.containers.pickle_machine import Builder, Global, Opaque, PickleMachine, hashable
+from auditor.containers.zip_directory import Member, read_directory
+from auditor.model.dtype import DTYPES, DType
+from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
+
+MAX_DIMS = 64
+MAX_EXPANSION = 64
+"""A view may show each stored element this many times on average (stride 0). Beyond it a few stored bytes would cost
+unbounded reading time."""
+
+_STORAGES = {
+    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
+    "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+_TORCH_NAMES = {
+    "half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32", "short": "int16",
+    "cfloat": "complex64", "cdouble": "complex128",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Storage:
+    """What a persistent id names: one member, seen as elements of one dtype (None: bytes)."""
+
+    key: str
+    dtype: DType | None
+    num_elements: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTensor:
+    """A tensor of the tree: where its elements lie in the file."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Elements."""
+    offset: int
+    """First byte of the first element in the file."""
+    storage: str
+    """Tensors with the same storage and offset are one array under several names."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements lie without gaps in C order."""
+        step = 1
+        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if extent > 1 and stride != step:
+                return False
+            step *= max(extent, 1)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """One file, read without its weights."""
+
+    entry: Entry
+    root: str
+    """First part of the member names: the stem of the path to which the file was saved."""
+    tree: Any
+    """The saved object: dicts, lists, tuples, numbers, strings, :class:`StoredTensor`, inert records."""
+    opaque: Mapping[str, int]
+    """Objects of unknown classes, by name."""
+
+
+def dtype_named(value: object) -> DType | None:
+    """The dtype meant by a pickled ``torch.float32`` or the like."""
+    if not isinstance(value, Global) or value.module != "torch":
+        return None
+    return DTYPES.get(_TORCH_NAMES.get(value.name, value.name))
+
+
+def read_torch_file(handle: Handle) -> TorchFile:
+    """Read the directory and the pickle of a file written by ``torch.save``.
+
+    Raises:
+        DamagedError: the file is cut short, or contradicts itself.
+        UnsupportedError: big-endian data.
+        StorageError: storage failed.
+    """
+    members = read_directory(handle)
+    pickled = next((name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")), None)
+    if pickled is None:
+        raise DamagedError("it holds no data.pkl: the save failed half way, or another kind of zip file")
+    root = pickled.removesuffix("/data.pkl")
+    try:
+        order = members.get(f"{root}/byteorder")
+        if order and read_bytes(handle, order.offset, min(order.num_bytes, 16)).strip() == b"big":
+            raise UnsupportedError("its tensors are big-endian")
+        data = read_bytes(handle, members[pickled].offset, members[pickled].num_bytes)
+    except ShortReadError as error:
+        raise DamagedError(f"the file ends before its own records do ({error})") from error
+    tensors = _Tensors(root, members)
+    machine = PickleMachine(tensors.builders(), tensors.storage)
+    tree = machine.load(data)
+    return TorchFile(handle.entry, root, tree, dict(machine.opaque))
+
+
+class _Tensors:
+    """Builders that turn torch's rebuild calls into :class:`StoredTensor`, checked against the members."""
+
+    def __init__(self, root: str, members: Mapping[str, Member]) -> None:
+        self.root, self.members = root, members
+
+    def builders(self) -> dict[str, Builder]:
+        known: dict[str, Builder] = {
+            "torch._utils._rebuild_tensor_v2": self.tensor,
+            "torch._utils._rebuild_tensor_v3": self.tensor,
+            "torch._utils._rebuild_parameter": lambda arguments: arguments[0],
+            "torch._tensor._rebuild_from_type_v2": self.subclass,
+            "torch.Size": lambda arguments: tuple(arguments[0]),
+            "_codecs.encode": lambda arguments: str(arguments[0]).encode("latin-1"),
+        }
+        for module in ("builtins", "__builtin__"):
+            known[f"{module}.set"] = lambda arguments: set(map(hashable, arguments[0] if arguments else ()))
+            known[f"{module}.complex"] = lambda arguments: complex(*map(float, arguments[:2]))
+            known[f"{module}.bytearray"] = lambda arguments: b"" if not arguments else bytes(_as_bytes(arguments[0]))
+        known["collections.OrderedDict"] = _ordered_dict
+        return known
+
+    def storage(self, persistent_id: object) -> object:
+        if not (isinstance(persistent_id, tuple) and len(persistent_id) >= 5 and persistent_id[0] == "storage"):
+            raise ValueError("a persistent id that is no storage")
+        _, kind, key, _, count = persistent_id[:5]
+        if not isinstance(kind, Global) or not isinstance(key, str) or not isinstance(count, int) or count < 0:
+            raise ValueError("a storage that names no class, key and size")
+        if kind.name == "UntypedStorage":
+            return Storage(key, None, count)
+        name = _STORAGES.get(kind.name)
+        return Storage(key, DTYPES[name], count) if name else Opaque(kind, (key, count))
+
+    def subclass(self, arguments: tuple[Any, ...]) -> object:
+        maker, kind, inner, _state = arguments
+        if isinstance(maker, Global) and str(kind) in ("torch.Tensor", "torch._tensor.Tensor"):
+            builder = self.builders().get(str(maker))
+            if builder is not None and isinstance(inner, tuple):
+                return builder(inner)
+        return Opaque(kind, (maker, inner))
+
+    def tensor(self, arguments: tuple[Any, ...]) -> object:
+        storage, offset, shape, strides = arguments[:4]
+        if not isinstance(storage, Storage):
+            return Opaque(Global("torch", "Tensor"), arguments)
+        if any(isinstance(extra, dict) and extra for extra in arguments[6:]):
+            return Opaque(Global("torch", "lazily conjugated or negated tensor"), arguments)
+        dtype = storage.dtype or next(filter(None, map(dtype_named, arguments[4:])), None)
+        if dtype is None or dtype.bits < 8:
+            return Opaque(Global("torch", "tensor of an unknown dtype"), arguments)
+        shape, strides = _extents(shape), _extents(strides)
+        if len(shape) != len(strides) or not isinstance(offset, int) or offset < 0:
+            raise ValueError("a tensor whose shape, strides and offset don't fit together")
+        member = self.member(storage, dtype)
+        width = dtype.bits // 8
+        self.check_extent(storage.key, member.num_bytes // width, offset, shape, strides)
+        return StoredTensor(dtype, shape, strides, member.offset + offset * width, storage.key)
+
+    def member(self, storage: Storage, dtype: DType) -> Member:
+        member = self.members.get(f"{self.root}/data/{storage.key}")
+        if member is None:
+            raise DamagedError(f"its member data/{storage.key} is not there though a tensor lies in it")
+        announced = storage.num_elements if storage.dtype is None else dtype.num_bytes(storage.num_elements)
+        if announced != member.num_bytes:
+            raise DamagedError(f"its member data/{storage.key} has {member.num_bytes} bytes, announced are {announced}")
+        return member
+
+    @staticmethod
+    def check_extent(key: str, capacity: int, offset: int, shape: Sequence[int], strides: Sequence[int]) -> None:
+        count = math.prod(shape)
+        if count == 0:
+            return
+        last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        if last >= capacity:
+            raise DamagedError(f"a tensor reaches element {last} of data/{key}, which holds {capacity}")
+        if count > MAX_EXPANSION * capacity:
+            raise LimitError(f"a view repeats the {capacity} elements of data/{key} into {count}")
+
+
+def _extents(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (tuple, list)) or len(value) > MAX_DIMS:
+        raise ValueError("a shape or strides that are no short list")
+    if any(not isinstance(n, int) or not 0 <= n < 1 << 62 for n in value):
+        raise ValueError("a shape or strides with an entry that is no count")
+    return tuple(int(n) for n in value)
+
+
+def _as_bytes(value: object) -> bytes:
+    return value.encode("latin-1") if isinstance(value, str) else bytes(value) if isinstance(value, bytes) else b""
+
+
+def _ordered_dict(arguments: tuple[Any, ...]) -> dict[Any, Any]:
+    return {hashable(key): value for key, value in (arguments[0] if arguments else ())}
+
+
+_NUMBERS = {
+    "float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "int8": "<b",
+    "uint8": "<B", "uint16": "<H", "uint32": "<I", "uint64": "<Q",
+}  # fmt: skip
+
+
+def read_number(handle: Handle, tensor: StoredTensor) -> float | None:
+    """The value of a one-element tensor: a counter kept as a tensor is metadata, not weights. None: not a number."""
+    try:
+        raw = read_bytes(handle, tensor.offset, tensor.dtype.bits // 8)
+    except ShortReadError:
+        return None
+    if tensor.dtype.name == "bfloat16":
+        raw, layout = b"\0\0" + raw, "<f"
+    else:
+        layout = _NUMBERS.get(tensor.dtype.name, "")
+    return float(struct.unpack(layout, raw)[0]) if layout else None

@@ -1,0 +1,123 @@
+"""What a path means: one step, a run, a folder of runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from auditor.adapters.adapter import Adapter, Declined, Folder, Match, Pointer
+from auditor.adapters.registry import adapters, recognise
+from auditor.errors import NothingToAuditError
+from auditor.storage.store import StorageError, Store, base_name
+
+MAX_DEPTH = 3
+"""How far below the path steps are looked for."""
+MAX_FOLDERS = 20_000
+"""Folders that are looked into before giving up."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSource:
+    """A recognised step."""
+
+    folder: Folder
+    adapter: Adapter
+    match: Match
+
+
+@dataclass(slots=True)
+class RunSource:
+    """A folder whose direct children (or itself) are steps."""
+
+    path: str
+    steps: list[StepSource]
+    pointers: list[Pointer] = field(default_factory=list)
+    unrecognised: dict[str, str] = field(default_factory=dict)
+    """Folders that are named like a step of this run but were not recognised or readable, with the reason."""
+
+
+@dataclass(slots=True)
+class _Nearest:
+    """What came nearest to being a checkpoint."""
+
+    nearness: float = -1.0
+    text: str = ""
+
+    def consider(self, path: str, declined: dict[str, Declined]) -> None:
+        for name, verdict in declined.items():
+            if verdict.nearness > self.nearness:
+                self.nearness, self.text = verdict.nearness, f"{path or '.'} as {name}: {verdict.reason}"
+
+
+def discover(store: Store) -> list[RunSource]:
+    """The runs below the store's root.
+
+    Raises:
+        NothingToAuditError: no folder is a checkpoint of any known format; says what was looked for and what came
+            nearest.
+        StorageError: the root can't be listed.
+    """
+    nearest = _Nearest()
+    runs = list(_search(store, Folder.read(store, ""), 0, [0], nearest))
+    if runs:
+        return runs
+    wanted = "\n".join(f"  {adapter.name}: {adapter.looks_for}" for adapter in adapters())
+    nearest_text = f"\nnearest: {nearest.text}" if nearest.text else ""
+    raise NothingToAuditError(f"{store.location}: no checkpoint found. Looked for\n{wanted}{nearest_text}")
+
+
+def _search(store: Store, folder: Folder, depth: int, seen: list[int], nearest: _Nearest) -> Iterator[RunSource]:
+    verdict = recognise(store, folder)
+    if isinstance(verdict, tuple):
+        yield RunSource(folder.path, [StepSource(folder, *verdict)])
+        return
+    nearest.consider(folder.path, verdict)
+    run = RunSource(folder.path, [])
+    others: list[Folder] = []
+    for entry in folder.folders.values():
+        seen[0] += 1
+        if seen[0] > MAX_FOLDERS:
+            break
+        try:
+            child = Folder.read(store, entry.name)
+            found = recognise(store, child)
+        except StorageError as error:
+            run.unrecognised[entry.name] = str(error)
+            continue
+        if isinstance(found, tuple):
+            run.steps.append(StepSource(child, *found))
+        else:
+            nearest.consider(child.path, found)
+            others.append(child)
+    if run.steps:
+        yield _as_run(store, folder, run, others)
+    elif depth + 1 < MAX_DEPTH:
+        for child in others:
+            yield from _search(store, child, depth + 1, seen, nearest)
+
+
+def _as_run(store: Store, folder: Folder, run: RunSource, others: list[Folder]) -> RunSource:
+    run.steps.sort(key=lambda source: (source.match.step, source.folder.path))
+    stems = {_stem(source.folder.path) for source in run.steps}
+    for other in others:
+        if _stem(other.path) in stems:
+            run.unrecognised[other.path] = (
+                "named like a step, but nothing in it is recognised"
+                if (other.files or other.folders)
+                else "named like a step, but empty"
+            )
+    for adapter in {source.adapter.name: source.adapter for source in run.steps}.values():
+        try:
+            pointer = adapter.pointer(store, folder)
+        except StorageError as error:
+            run.unrecognised[folder.path or "."] = str(error)
+            continue
+        if pointer:
+            run.pointers.append(pointer)
+    return run
+
+
+def _stem(path: str) -> str:
+    """A folder's name with its number taken out."""
+    return re.sub(r"\d+", "#", base_name(path))

@@ -1,0 +1,1 @@
+"""Statements that must hold, as small pure functions over Catalog and Observations. No I/O, no framework names."""

@@ -1,0 +1,251 @@
+"""INT: files are there, whole, of this step and this rank; pointers lead somewhere; steps were finished."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from auditor.invariants.registry import Invariant
+from auditor.model.catalog import Catalog, FileState, ProblemKind, Scalar
+from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
+from auditor.model.run import Commit, RunState, StepEvidence, StepState
+
+
+def base_name(path: str) -> str:
+    """The last part of a path."""
+    return path.rsplit("/", 1)[-1]
+
+
+def _files_in_state(catalog: Catalog, state: FileState) -> Judgement:
+    bad = [file for file in catalog.files if file.state is state]
+    unreadable = tuple(base_name(file.name) for file in catalog.files if file.state is FileState.UNREADABLE)
+    violations = tuple(
+        Violation(
+            base_name(file.name),
+            (Location(catalog.step, file.name, coordinate=file.coordinate, detail=file.detail),),
+            f"{base_name(file.name)}: {file.detail}",
+        )
+        for file in bad
+    )
+    undetermined = {"storage did not let the file be read": unreadable} if unreadable else {}
+    return Judgement(len(catalog.files) - len(bad) - len(unreadable), violations, undetermined)
+
+
+def rank_files_are_there(evidence: StepEvidence) -> Judgement:
+    """Every file that the recorded mesh implies is there."""
+    return _files_in_state(evidence.catalog, FileState.MISSING)
+
+
+def files_are_whole(evidence: StepEvidence) -> Judgement:
+    """Every file's structure fits its size."""
+    judged = _files_in_state(evidence.catalog, FileState.DAMAGED)
+    missing = sum(file.state is FileState.MISSING for file in evidence.catalog.files)
+    not_applicable = {"the file is missing": missing} if missing else {}
+    return Judgement(judged.num_holds - missing, judged.violations, judged.undetermined, not_applicable)
+
+
+def files_are_of_this_rank(evidence: StepEvidence) -> Judgement:
+    """No file is a copy of another rank's."""
+    catalog = evidence.catalog
+    problems = [problem for problem in catalog.problems if problem.kind is ProblemKind.OTHER_RANK]
+    violations = tuple(
+        Violation(
+            base_name(problem.file),
+            (Location(catalog.step, problem.file, coordinate=problem.coordinate, detail=problem.message),),
+            f"{base_name(problem.file)} {problem.message}",
+        )
+        for problem in problems
+    )
+    present = sum(file.state is FileState.PRESENT for file in catalog.files)
+    return Judgement(present - len(violations), violations)
+
+
+def steps_agree(evidence: StepEvidence) -> Judgement:
+    """Every file that records a step records this one."""
+    catalog = evidence.catalog
+    expected = float(catalog.step)
+    skipped = max((s.value for s in catalog.scalars if s.name == "skipped_steps"), default=0.0)
+    odd: dict[str, Location] = {}
+    recorded = {scalar.file for scalar in catalog.scalars if scalar.name in ("global_steps", "optimizer_step")}
+    for scalar in catalog.scalars:
+        wanted = {"global_steps": expected, "optimizer_step": expected - skipped}.get(scalar.name)
+        if wanted is not None and scalar.value != wanted:
+            odd.setdefault(scalar.file, _odd_step(catalog, scalar, wanted))
+    violations = tuple(
+        Violation(base_name(file), (location,), f"{base_name(file)} {location.detail}")
+        for file, location in odd.items()
+    )
+    return Judgement(len(recorded) - len(odd), violations)
+
+
+def _odd_step(catalog: Catalog, scalar: Scalar, wanted: float) -> Location:
+    what = "is the state of optimizer step" if scalar.name == "optimizer_step" else "records global_steps"
+    detail = f"{what} {scalar.value:g}, the checkpoint's is {wanted:g}"
+    return Location(catalog.step, scalar.file, coordinate=scalar.coordinate, detail=detail)
+
+
+def _at(state: StepState, subject: str, message: str) -> Violation:
+    return Violation(subject, (Location(state.step, state.path, detail=message),), message)
+
+
+def _per_step(run: RunState, violations: Iterable[tuple[StepState, Violation]]) -> dict[int, Judgement]:
+    bad: dict[int, list[Violation]] = {}
+    for state, violation in violations:
+        bad.setdefault(state.step, []).append(violation)
+    return {
+        state.step: Judgement(0 if state.step in bad else 1, tuple(bad.get(state.step, ())))
+        for state in run.steps
+        if state.commit is not Commit.IN_PROGRESS
+    }
+
+
+def pointers_lead_to_whole_steps(run: RunState) -> dict[int, Judgement]:
+    """The step that a pointer names exists and is whole."""
+    by_path = {state.path: state for state in run.steps}
+    found: dict[int, list[Violation]] = {}
+    held: dict[int, int] = {}
+    for pointer in run.pointers:
+        target = by_path.get(pointer.target)
+        if target is not None and target.whole:
+            held[target.step] = held.get(target.step, 0) + 1
+            continue
+        step = target.step if target else max((state.step for state in run.steps), default=-1)
+        lacks = f"lacks {len(target.missing)} files" if target else "is not there"
+        name = base_name(pointer.target) or "a name that leads out of the run"
+        message = f"{base_name(pointer.file)} names {name}, which {lacks}"
+        location = Location(step, pointer.file, detail=message)
+        causes = frozenset(target.missing) if target else frozenset()
+        violation = Violation(base_name(pointer.file), (location,), message, explained_by=causes)
+        found.setdefault(step, []).append(violation)
+    return {step: Judgement(held.get(step, 0), tuple(found.get(step, ()))) for step in held.keys() | found.keys()}
+
+
+def steps_were_finished(run: RunState) -> dict[int, Judgement]:
+    """The newest step was finished by its writer, or is being written right now."""
+    unfinished = []
+    for state in run.steps:
+        if state.commit is Commit.UNCOMMITTED:
+            locations = tuple(Location(state.step, file, detail="it is not there") for file in state.missing)
+            message = f"{base_name(state.path)} lacks {len(state.missing)} files and nothing commits it"
+            unfinished.append((state, Violation("the step", locations, message)))
+    return _per_step(run, unfinished)
+
+
+def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
+    """No two folders hold one step."""
+    seen: dict[int, StepState] = {}
+    twice = []
+    for state in run.steps:
+        first = seen.setdefault(state.step, state)
+        if first is not state:
+            message = f"{base_name(first.path)} and {base_name(state.path)} both say that they are step {state.step}"
+            twice.append((state, _at(state, base_name(state.path), message)))
+    return _per_step(run, twice)
+
+
+def pointer_is_newest(run: RunState) -> dict[int, Judgement]:
+    """No whole step lies behind the step that the pointer names."""
+    by_path = {state.path: state for state in run.steps}
+    targets = [by_path[pointer.target].step for pointer in run.pointers if pointer.target in by_path]
+    if not targets:
+        return {}
+    behind = (
+        (
+            state,
+            _at(
+                state, base_name(state.path), f"{base_name(state.path)} is whole, the pointer names step {max(targets)}"
+            ),
+        )
+        for state in run.steps
+        if state.whole and state.step > max(targets)
+    )
+    return _per_step(run, behind)
+
+
+_TORN = LikelyCause(
+    "the job was killed, or a disk filled up, while the checkpoint was written", "huggingface/transformers#35782"
+)
+
+INVARIANTS = (
+    Invariant(
+        "INT001", "rank-file-missing", Severity.ERROR,
+        statement="Every file that the recorded mesh sizes imply is there.",
+        rationale="A step that lacks one rank's file cannot be resumed, or resumes with random numbers in its place.",
+        source="huggingface/transformers#35782; sgl-project/sglang#32279",
+        example="layer_03-model_01-model_states.pt: it is not there",
+        misses="Files of kinds that no recorded size implies; a mesh that is recorded nowhere.",
+        hint="Resume from the last good step; restore the file from another copy if there is one.",
+        judge_step=rank_files_are_there, likely_causes=(_TORN,),
+    ),
+    Invariant(
+        "INT002", "file-damaged", Severity.ERROR,
+        statement="Every file's structure is whole and fits its size.",
+        rationale="A cut file fails to load at best; some readers fill the missing tail with zeros in silence.",
+        source="Lightning-AI/pytorch-lightning#21431; QwenLM/Qwen#462",
+        example="mp_rank_01_model_states.pt: it begins as a zip file but has no end record: cut short",
+        misses="Changed bytes inside tensors; the checksums that a container stores are not held against them yet.",
+        hint="Restore the file from another copy, or resume from the last good step.",
+        judge_step=files_are_whole, likely_causes=(_TORN,),
+    ),
+    Invariant(
+        "INT003", "dangling-pointer", Severity.ERROR,
+        statement="The step that a pointer file names exists and is whole.",
+        rationale="Resuming follows the pointer: it fails, or starts from scratch and overwrites what is left.",
+        source="KempnerForge#102; NVIDIA/Megatron-LM tracker files",
+        example="latest names global_step300, which is not there",
+        misses="A pointer to a whole step that is the wrong one.",
+        hint="Write the last good step's name into the pointer before resuming.",
+        judge_run=pointers_lead_to_whole_steps,
+    ),
+    Invariant(
+        "INT004", "step-uncommitted", Severity.ERROR,
+        statement="The newest step was finished by its writer, unless it is younger than --settle.",
+        rationale="A torn save looks like the newest checkpoint; resuming from it fails or loads part of the state.",
+        source="huggingface/transformers#35782; NVIDIA-NeMo/Speech#7952",
+        example="global_step300 lacks 4 files and nothing commits it",
+        misses="A save in which every file is there but the last of them is not wholly flushed.",
+        hint="Remove the torn step or finish copying it; resume from the last good step.",
+        judge_run=steps_were_finished, likely_causes=(_TORN,), goes_first=True,
+    ),
+    Invariant(
+        "INT005", "step-disagrees", Severity.ERROR,
+        statement="Every file that records a step (the engine's counter, the optimizer's own) records the same one; "
+                  "the optimizer's may lag by the recorded skipped steps.",
+        rationale="A file of another save among the others: weights and optimizer state don't belong together.",
+        source="deepspeedai/DeepSpeed#5289; hiyouga/LlamaFactory#655",
+        example="…_mp_rank_00_optim_states.pt is the state of optimizer step 200, the checkpoint's is 300",
+        misses="Layer files: they record no step. One on some ranks shows as REP001; on all ranks only against its "
+               "masters or the steps before and after.",
+        hint="Restore the file from this step's save, or resume from the last good step.",
+        judge_step=steps_agree,
+    ),
+    Invariant(
+        "INT006", "file-of-another-rank", Severity.ERROR,
+        statement="The name that a file was saved under, kept inside it, is its name.",
+        rationale="A copied or renamed file holds another rank's part under this rank's name; shapes fit all the same.",
+        source="deepspeedai/DeepSpeed#5342",
+        example="layer_03-model_01-model_states.pt was saved as layer_03-model_00-model_states.pt",
+        misses="Files written to a buffer (their inner name is `archive`); files that were swapped and written again.",
+        hint="Restore the rank's own file from another copy.",
+        judge_step=files_are_of_this_rank,
+    ),
+    Invariant(
+        "INT007", "step-saved-twice", Severity.ERROR,
+        statement="No two folders of a run hold the same step.",
+        rationale="It is not known which of the two was trained on, and which a loader will take.",
+        source="hiyouga/LlamaFactory#655",
+        example="global_step300 and global_step300_old both say that they are step 300",
+        misses="A step that was saved again into the same folder.",
+        hint="Move the folder that is not part of this run out of it.",
+        judge_run=steps_are_saved_once,
+    ),
+    Invariant(
+        "INT008", "pointer-behind", Severity.NOTE,
+        statement="No whole step is newer than the step that the pointer names.",
+        rationale="Somebody set the pointer back, or it was not moved; resuming will not start from the newest step.",
+        source="docs/design.md, section 4: a pointer set back by hand is legal",
+        example="global_step400 is whole, the pointer names step 300",
+        misses="Newer steps that are not whole (INT004).",
+        hint="If nobody set it back on purpose, find out why the last save did not move it.",
+        judge_run=pointer_is_newest,
+    ),
+)  # fmt: skip

@@ -1,0 +1,65 @@
+"""MET: what files say about names, shapes, dtypes and sizes agrees."""
+
+from __future__ import annotations
+
+from auditor.invariants.integrity import base_name
+from auditor.invariants.registry import Invariant
+from auditor.model.catalog import FileState, ProblemKind
+from auditor.model.finding import Judgement, Location, Severity, Violation
+from auditor.model.run import StepEvidence
+
+
+def _judge(evidence: StepEvidence, *kinds: ProblemKind) -> Judgement:
+    catalog = evidence.catalog
+    lost = frozenset(file.name for file in catalog.files if file.state is not FileState.PRESENT)
+    by_name = {tensor.name: tensor for tensor in catalog.tensors}
+    violations = []
+    for problem in catalog.problems:
+        if problem.kind not in kinds:
+            continue
+        tensor = by_name.get(problem.tensor)
+        location = Location(
+            catalog.step, problem.file, problem.tensor, tensor.role if tensor else None,
+            tensor.order if tensor else -1, problem.coordinate, detail=problem.message,
+        )  # fmt: skip
+        explained = lost if problem.kind is ProblemKind.UNPLACED else frozenset()
+        subject = f"{base_name(problem.file)} {problem.tensor}".strip()
+        message = f"{base_name(problem.file)} {problem.message}"
+        violations.append(Violation(subject, (location,), message, explained_by=explained))
+    bad = {violation.locations[0].file for violation in violations}
+    present = [file for file in catalog.files if file.state is FileState.PRESENT and file.name not in bad]
+    return Judgement(len(present), tuple(violations))
+
+
+def ranks_agree(evidence: StepEvidence) -> Judgement:
+    """Names, shapes and dtypes are the same on all ranks that must agree on them."""
+    return _judge(evidence, ProblemKind.RANKS_DISAGREE)
+
+
+def metadata_is_consistent(evidence: StepEvidence) -> Judgement:
+    """What a file records about sizes, order and mesh fits what it and the others hold."""
+    return _judge(evidence, ProblemKind.METADATA, ProblemKind.UNPLACED)
+
+
+INVARIANTS = (
+    Invariant(
+        "MET001", "ranks-disagree", Severity.ERROR,
+        statement="Ranks that hold parts of one tensor agree on its name, dtype and the shape of a part.",
+        rationale="One rank ran other code or another configuration, or its file is of another run.",
+        source="NVIDIA/Megatron-LM#4378",
+        example="layer_03-model_01-model_states.pt holds layernorm.bias as bfloat16[32], expected is bfloat16[64]",
+        misses="Disagreement that leaves names, dtypes and shapes equal.",
+        hint="Compare the ranks' configuration; restore the odd file if it is of another run.",
+        judge_step=ranks_agree,
+    ),
+    Invariant(
+        "MET002", "metadata-contradicts", Severity.ERROR,
+        statement="Recorded sizes, orders and meshes fit each other and the stored arrays.",
+        rationale="Loaders cut flat buffers by what is recorded; a wrong record moves every later parameter.",
+        source="deepspeedai/DeepSpeed#1165",
+        example="mp_rank_01_model_states.pt records dp_world_size 4, others 2",
+        misses="Records that are wrong in all files alike and fit the stored sizes.",
+        hint="Don't convert or resume from this step before the contradiction is understood.",
+        judge_step=metadata_is_consistent,
+    ),
+)  # fmt: skip

@@ -1,0 +1,119 @@
+"""REP: replicas of one tensor are bitwise equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from auditor.invariants.registry import Invariant
+from auditor.model.catalog import Catalog, FileState, Role, Tensor
+from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
+from auditor.model.mesh import Coordinate
+from auditor.model.observation import Difference, Observations, ReplicaGroup, replica_groups
+from auditor.model.run import StepEvidence
+
+
+def replicas_are_equal(evidence: StepEvidence) -> Judgement:
+    """All stored replicas of a tensor have the same bits."""
+    catalog, observations = evidence.catalog, evidence.observations
+    violations, held, lost = [], [], set()
+    undetermined: dict[str, list[str]] = {}
+    groups = {group.tensor: group for group in replica_groups(catalog, observations)}
+    not_replicated = 0
+    for number, tensor in enumerate(catalog.tensors):
+        group = groups.get(number)
+        if tensor.role is Role.PADDING:
+            continue
+        if tensor.undetermined:
+            undetermined.setdefault(tensor.undetermined, []).append(tensor.name)
+        if tensor.stored_once:
+            reason = f"stored once along {', '.join(tensor.stored_once)}: other replicas are not on disk"
+            undetermined.setdefault(reason, []).append(tensor.name)
+        if group is None:
+            not_replicated += not tensor.undetermined and not tensor.stored_once
+        elif len(group.classes) > 1:
+            violations.append(_violation(evidence, tensor, group))
+        elif group.incomplete:
+            undetermined.setdefault(_why_incomplete(evidence, group), []).append(tensor.name)
+            lost.add(tensor.name)
+        else:
+            held.append(tensor.name)
+    not_applicable = {"not replicated": not_replicated} if not_replicated else {}
+    return Judgement(
+        len(held), tuple(violations), {reason: tuple(names) for reason, names in undetermined.items()}, not_applicable,
+        frozenset(held) - lost,
+    )  # fmt: skip
+
+
+def _why_incomplete(evidence: StepEvidence, group: ReplicaGroup) -> str:
+    catalog = evidence.catalog
+    states = {catalog.file_of(row).state for row in catalog.rows_by_tensor.get(group.tensor, [])}
+    if FileState.MISSING in states or FileState.DAMAGED in states:
+        return "a replica is lost with its file"
+    if FileState.UNREADABLE in states or evidence.observations.failures:
+        return "storage did not give a replica's bytes"
+    return evidence.unread or "a replica was not read"
+
+
+def _violation(evidence: StepEvidence, tensor: Tensor, group: ReplicaGroup) -> Violation:
+    catalog, observations = evidence.catalog, evidence.observations
+    places = catalog.replicas[group.tensor]
+    sides = tuple(tuple(places[member] for member in members) for members in group.classes)
+    minority = tuple(place for side in sides[1:] for place in side) if group.majority else ()
+    severity = Severity.WARNING if tensor.role is Role.BUFFER and not evidence.strict_buffers else None
+    return Violation(
+        tensor.name, tuple(_locations(catalog, observations, tensor, group)), f"{tensor.name} differs",
+        sides=sides, severity=severity, minority=minority,
+    )  # fmt: skip
+
+
+def _locations(catalog: Catalog, observations: Observations, tensor: Tensor, group: ReplicaGroup) -> list[Location]:
+    places = catalog.replicas[group.tensor]
+    measured = {diff.coordinate: diff for diff in observations.differences.get(group.tensor, ())}
+    reference = group.classes[0] if group.majority else min(group.classes, key=lambda members: members[0])
+    return [
+        _location(catalog, tensor, group.tensor, places[member], places[reference[0]], measured.get(places[members[0]]))
+        for members in group.classes
+        if members != reference
+        for member in members
+    ]
+
+
+def _location(
+    catalog: Catalog, tensor: Tensor, number: int, place: Coordinate, reference: Coordinate, measured: Difference | None
+) -> Location:
+    replica = catalog.replicas[number].index(place)
+    rows = catalog.rows_of(number, replica)
+    files = sorted({catalog.files[file].name for file in catalog.pieces.file[rows].tolist()})
+    common = Location(catalog.step, files[0] if files else "", tensor.name, tensor.role, tensor.order, place, reference)
+    if measured is None:
+        return replace(common, detail="unequal by digest; not measured, beyond the evidence budget")
+    return replace(
+        common, num_elements_differ=measured.num_elements_differ,
+        num_elements_compared=measured.num_elements_compared, max_abs_difference=measured.max_abs_difference,
+        relative_difference=measured.relative_difference, max_ulps=measured.max_ulps,
+        first_index=measured.first_index, num_bits_differ=measured.num_bits_differ,
+        num_equal_as_numbers=measured.num_equal_as_numbers,
+    )  # fmt: skip
+
+
+INVARIANTS = (
+    Invariant(
+        "REP001", "replicas-differ", Severity.ERROR,
+        statement="All stored replicas of one tensor (parameter, master, moments, buffer) have the same bits.",
+        rationale="Every rank computes with its own replica. Once they differ, each step trains several models at "
+                  "once; loss and accuracy show nothing, and merging the ranks gives a model that nobody trained.",
+        source="BLOOM-176B, 2022: bigscience chronicles; deepspeedai/DeepSpeed#1801",
+        example="input_layernorm.weight differs between tp=0 and tp=1 since step 17100 (last good 17000)",
+        misses="Replicas that the writer threw away before saving; replicas that are equally wrong.",
+        hint="Resume from the last good step after the cause is repaired; resynchronising replicas hides the damage "
+             "already done to whichever side was wrong.",
+        needs_weights=True, judge_step=replicas_are_equal, one_fault=True,
+        likely_causes=(
+            LikelyCause("gradient clipping or its norm differs between tensor-parallel ranks",
+                        "deepspeedai/DeepSpeed#1801"),
+            LikelyCause("gradients of replicated parameters are not summed over the axis "
+                        "(sequence parallelism, router, norms)", "pytorch/torchtitan#2387; NVIDIA/Megatron-LM#619"),
+            LikelyCause("non-deterministic kernels, if differences began as single ulps", "pytorch/pytorch#160169"),
+        ),
+    ),
+)  # fmt: skip

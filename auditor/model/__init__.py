@@ -1,0 +1,1 @@
+"""The frozen words of the field: dtype, region, mesh, placement, catalog, observation, finding. No I/O."""

@@ -1,0 +1,334 @@
+"""The Catalog: what one checkpoint stores, as columns. Pieces, tensors, files, scalars, problems.
+
+A piece is one stored part of a tensor. A million pieces must fit in about 100 MB, so there is no Python object per
+piece: :class:`Pieces` keeps typed columns, and a row becomes a frozen :class:`Piece` only when it is handed out.
+Regions and strides have no fixed length, so they lie in one shared pool of int64; a piece holds its position there.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from auditor.model.dtype import DType
+from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
+from auditor.model.region import Box, FlatRange, Region
+
+
+class Role(enum.Enum):
+    """What a tensor is for."""
+
+    PARAMETER = "parameter"
+    MASTER = "master"
+    FIRST_MOMENT = "first_moment"
+    SECOND_MOMENT = "second_moment"
+    MOMENT = "moment"
+    BUFFER = "buffer"
+    COUNTER = "counter"
+    EMA = "ema"
+    PADDING = "padding"
+    OBJECT = "object"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A whole logical array behind one name: what the unsharded model holds."""
+
+    name: str
+    role: Role
+    dtype: DType
+    shape: tuple[int, ...]
+    """Global shape."""
+    order: int
+    """Position in the model: embedding first, head last. Roles of one parameter share it."""
+    replica_axes: tuple[str, ...] = ()
+    """Mesh axes along which the tensor is replicated and its replicas are stored."""
+    stored_once: tuple[str, ...] = ()
+    """Mesh axes along which it is replicated in memory but only one replica is stored."""
+    undetermined: str = ""
+    """Why the layout does not say how the tensor lies on the mesh; empty where it does."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+
+class FileState(enum.Enum):
+    """What became of a file that the layout implies."""
+
+    PRESENT = "present"
+    MISSING = "missing"
+    DAMAGED = "damaged"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One stored object of the checkpoint."""
+
+    name: str
+    """Path below the root that was opened, with ``/``."""
+    num_bytes: int = 0
+    identity: str = ""
+    """What the storage says to tell this content from another: size, times, etag."""
+    state: FileState = FileState.PRESENT
+    coordinate: Coordinate = EVERYWHERE
+    detail: str = ""
+    """For a file that is not simply present: what is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number recorded in a file: a step counter, a world size."""
+
+    name: str
+    value: float
+    file: str
+    coordinate: Coordinate = EVERYWHERE
+
+
+class ProblemKind(enum.Enum):
+    """What an adapter can find wrong while it reads names, headers and small metadata."""
+
+    OTHER_RANK = "file of another rank"
+    RANKS_DISAGREE = "ranks disagree"
+    METADATA = "metadata contradicts itself"
+    UNPLACED = "stored tensor has no place"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong that only the layout's knowledge can see; an invariant turns it into a finding."""
+
+    kind: ProblemKind
+    file: str
+    message: str
+    coordinate: Coordinate = EVERYWHERE
+    tensor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One row of the piece table."""
+
+    index: int
+    tensor: int
+    file: int
+    offset: int
+    """First byte of the piece's first element in the file."""
+    shape: tuple[int, ...]
+    """As stored: the region's shape, or ``(n,)`` for a flat range."""
+    strides: tuple[int, ...]
+    """Elements between neighbours along each dim of ``shape``."""
+    region: Region
+    coordinate: Coordinate
+    replica: int
+    """Number of the replica to which the piece belongs, 0 for the lowest coordinate."""
+    key: str
+    """The name by which the file itself knows the stored array."""
+
+
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of an array stored without gaps in C order."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def placed_in_file(piece: Piece, shape: Sequence[int], box: Box) -> tuple[int, tuple[int, ...]]:
+    """Where ``box`` of the whole tensor (of ``shape``) lies in a piece that contains it.
+
+    Returns the element offset from the piece's first element, and the strides, in elements, of the box's dims.
+    """
+    if isinstance(piece.region, FlatRange):
+        strides = c_strides(shape)
+        return sum(a * s for a, s in zip(box.start, strides, strict=True)) - piece.region.start, strides
+    moved = (a - b for a, b in zip(box.start, piece.region.start, strict=True))
+    return sum(d * s for d, s in zip(moved, piece.strides, strict=True)), piece.strides
+
+
+class Pieces:
+    """The piece table: one numpy column a field."""
+
+    tensor: NDArray[np.int32]
+    file: NDArray[np.int32]
+    offset: NDArray[np.int64]
+    coordinate: NDArray[np.int32]
+    replica: NDArray[np.int32]
+    key: NDArray[np.int32]
+    num_dims: NDArray[np.int8]
+    """-1 marks a flat range, which takes two numbers of the pool; a box of n dims takes 2n."""
+    region_at: NDArray[np.int64]
+    strides_at: NDArray[np.int64]
+    """-1: C order of the region's shape."""
+    pool: NDArray[np.int64]
+
+    COLUMNS = ("tensor", "file", "offset", "coordinate", "replica", "key", "num_dims", "region_at", "strides_at")
+
+    def __init__(
+        self, columns: Mapping[str, NDArray[np.int64]], coordinates: Sequence[Coordinate], keys: Sequence[str]
+    ) -> None:
+        for name in (*self.COLUMNS, "pool"):
+            setattr(self, name, columns[name])
+        self.coordinates = tuple(coordinates)
+        self.keys = tuple(keys)
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def region(self, index: int) -> Region:
+        """The region of piece ``index`` in its tensor."""
+        at, dims = int(self.region_at[index]), int(self.num_dims[index])
+        if dims < 0:
+            return FlatRange(int(self.pool[at]), int(self.pool[at + 1]))
+        numbers = self.pool[at : at + 2 * dims].tolist()
+        return Box(tuple(numbers[:dims]), tuple(numbers[dims:]))
+
+    def __getitem__(self, index: int) -> Piece:
+        region = self.region(index)
+        shape = (region.num_elements,) if isinstance(region, FlatRange) else region.shape
+        at = int(self.strides_at[index])
+        strides = c_strides(shape) if at < 0 else tuple(self.pool[at : at + len(shape)].tolist())
+        return Piece(
+            index, int(self.tensor[index]), int(self.file[index]), int(self.offset[index]), shape, strides, region,
+            self.coordinates[self.coordinate[index]], int(self.replica[index]), self.keys[self.key[index]],
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[Piece]:
+        return (self[index] for index in range(len(self)))
+
+    def only(self, tensors: Sequence[int]) -> Pieces:
+        """The pieces of these tensors, which are numbered anew in this order."""
+        new_number = np.full(int(self.tensor.max(initial=-1)) + 1, -1, np.int32)
+        inside = [number for number in tensors if number < len(new_number)]
+        new_number[inside] = np.flatnonzero(np.isin(tensors, inside)).astype(np.int32)
+        kept = np.flatnonzero(new_number[self.tensor] >= 0)
+        columns = {name: getattr(self, name)[kept] for name in self.COLUMNS}
+        columns["tensor"] = new_number[columns["tensor"]]
+        return Pieces({**columns, "pool": self.pool}, self.coordinates, self.keys)
+
+    def num_elements(self) -> NDArray[np.int64]:
+        """Elements of every piece."""
+        counts = np.ones(len(self), np.int64)
+        flat = self.num_dims < 0
+        at = self.region_at[flat]
+        counts[flat] = np.maximum(self.pool[at + 1] - self.pool[at], 0) if len(at) else 0
+        for dims in np.unique(self.num_dims[self.num_dims > 0]).tolist():
+            rows = np.flatnonzero(self.num_dims == dims)
+            at = self.region_at[rows]
+            for dim in range(dims):
+                counts[rows] *= np.maximum(self.pool[at + dims + dim] - self.pool[at + dim], 0)
+        return counts
+
+
+class PiecesBuilder:
+    """Collects rows into compact arrays; :meth:`build` hands out the finished table."""
+
+    def __init__(self) -> None:
+        self._columns = {
+            "tensor": array("i"), "file": array("i"), "offset": array("q"), "coordinate": array("i"),
+            "replica": array("i"), "key": array("i"), "num_dims": array("b"), "region_at": array("q"),
+            "strides_at": array("q"), "pool": array("q"),
+        }  # fmt: skip
+        self._coordinates: dict[Coordinate, int] = {}
+        self._keys: dict[str, int] = {}
+
+    def add(
+        self, tensor: int, file: int, offset: int, region: Region, coordinate: Coordinate,
+        *, replica: int = 0, key: str = "", strides: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        """Add one piece. ``strides`` (elements) may be left out where they are C order of the region's shape."""
+        column = self._columns
+        pool = column["pool"]
+        column["tensor"].append(tensor)
+        column["file"].append(file)
+        column["offset"].append(offset)
+        column["coordinate"].append(self._coordinates.setdefault(coordinate, len(self._coordinates)))
+        column["replica"].append(replica)
+        column["key"].append(self._keys.setdefault(key, len(self._keys)))
+        column["region_at"].append(len(pool))
+        if isinstance(region, FlatRange):
+            column["num_dims"].append(-1)
+            pool.extend((region.start, region.stop))
+            shape: tuple[int, ...] = (region.num_elements,)
+        else:
+            column["num_dims"].append(len(region.start))
+            pool.extend(region.start)
+            pool.extend(region.stop)
+            shape = region.shape
+        if strides is None or tuple(strides) == c_strides(shape):
+            column["strides_at"].append(-1)
+        else:
+            column["strides_at"].append(len(pool))
+            pool.extend(strides)
+
+    def build(self) -> Pieces:
+        """The finished table."""
+        types = {"i": np.int32, "q": np.int64, "b": np.int8}
+        columns = {name: np.array(c, dtype=types[c.typecode]) for name, c in self._columns.items()}
+        return Pieces(columns, list(self._coordinates), list(self._keys))
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """All that one checkpoint stores for one step. Immutable; made by an adapter from names and headers alone."""
+
+    step: int
+    path: str
+    """Folder (or file) of the checkpoint below the root that was opened."""
+    format: str
+    mesh: Mesh
+    tensors: tuple[Tensor, ...]
+    replicas: tuple[tuple[Coordinate, ...], ...]
+    """Per tensor, the coordinates (along its replica axes) of its replicas, lowest first."""
+    pieces: Pieces
+    files: tuple[File, ...]
+    scalars: tuple[Scalar, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    opaque: Mapping[str, int] = field(default_factory=dict)
+    """Objects of unknown classes that were met and not made: class name to count."""
+    unclaimed: tuple[str, ...] = ()
+    """Files in the folder that no loader of this format reads."""
+
+    @cached_property
+    def rows_by_tensor(self) -> dict[int, NDArray[np.int64]]:
+        """Tensor number to the rows of its pieces in stored order, for tensors that have pieces."""
+        order = np.argsort(self.pieces.tensor, kind="stable")
+        tensors, starts = np.unique(self.pieces.tensor[order], return_index=True)
+        return dict(zip(tensors.tolist(), np.split(order, starts[1:]), strict=True)) if len(order) else {}
+
+    def rows_of(self, tensor: int, replica: int) -> NDArray[np.int64]:
+        """The rows of one replica's pieces."""
+        rows = self.rows_by_tensor.get(tensor, np.zeros(0, np.int64))
+        mine: NDArray[np.int64] = rows[self.pieces.replica[rows] == replica]
+        return mine
+
+    def only(self, chosen: Callable[[str], bool]) -> Catalog:
+        """This Catalog with only the tensors whose name is ``chosen``; files, scalars and problems stay."""
+        kept = [number for number, tensor in enumerate(self.tensors) if chosen(tensor.name)]
+        return replace(
+            self,
+            tensors=tuple(self.tensors[number] for number in kept),
+            replicas=tuple(self.replicas[number] for number in kept),
+            pieces=self.pieces.only(kept),
+        )
+
+    def file_of(self, piece: int) -> File:
+        """The file in which a piece lies."""
+        return self.files[int(self.pieces.file[piece])]
+
+    def num_bytes(self) -> NDArray[np.int64]:
+        """Logical bytes of every piece."""
+        bits = np.array([tensor.dtype.bits for tensor in self.tensors] or [0], np.int64)
+        sizes: NDArray[np.int64] = (self.pieces.num_elements() * bits[self.pieces.tensor] + 7) // 8
+        return sizes

@@ -1,0 +1,163 @@
+"""Observations: what one streaming pass measured of the pieces of one checkpoint, as columns."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from auditor.model.catalog import Catalog
+from auditor.model.mesh import Coordinate
+
+
+class Read(enum.IntEnum):
+    """What became of the reading of a piece."""
+
+    NOT_ASKED = 0
+    DONE = 1
+    LOST = 2
+    """The bytes are not there: the file is missing, damaged or too short. Damage of the checkpoint."""
+    FAILED = 3
+    """Storage did not give the bytes (permission, repeated transient errors). Says nothing of the checkpoint."""
+
+
+OBSERVED = np.dtype([
+    ("read", "i1"), ("lane0", "u8"), ("lane1", "u8"), ("num_nan", "i8"), ("num_infinite", "i8"), ("num_zero", "i8"),
+    ("minimum", "f8"), ("maximum", "f8"), ("sum_squares", "f8"),
+])  # fmt: skip
+"""One row a piece. ``lane0, lane1``: the tensor digest's two sums. ``minimum, maximum``: of the numbers that aren't
+NaN (+inf, -inf where there is none); ``sum_squares``: of the finite ones, accumulated in float64. Counts in elements,
+complex elements by their two parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How one replica of a tensor differs from the reference replica."""
+
+    coordinate: Coordinate
+    reference: Coordinate
+    num_elements_differ: int
+    num_elements_compared: int
+    num_bits_differ: int
+    """Summed over elements; saturates at 2**62."""
+    max_abs_difference: float
+    relative_difference: float
+    """max |a-b| over max(|a|, |b|), both maxima over all finite elements compared."""
+    max_ulps: int
+    """Largest distance in representable values; -1 where the dtype is no float."""
+    num_equal_as_numbers: int
+    """Of the differing elements, those that compare equal as numbers (+0 and -0) or are NaN on both sides."""
+    first_index: tuple[int, ...]
+    """Global index of the first differing element in C order."""
+    coordinates: tuple[Coordinate, ...] = ()
+    """All replicas that are equal to ``coordinate``'s, itself included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observations:
+    """All that was measured of one checkpoint."""
+
+    pieces: NDArray[np.void]
+    """Rows of :data:`OBSERVED`, parallel to the Catalog's pieces."""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """File number to what storage said, for pieces that are ``LOST`` or ``FAILED``."""
+    changed: tuple[str, ...] = ()
+    """Files that changed while they were read."""
+    differences: Mapping[int, Sequence[Difference]] = field(default_factory=dict)
+    """Tensor number to its measured differences; tensors beyond the evidence budget are not in it."""
+    num_bytes_read: int = 0
+    num_bytes_reread: int = 0
+
+
+def unobserved(catalog: Catalog) -> Observations:
+    """Observations of a checkpoint of which no weights were read."""
+    return Observations(np.zeros(len(catalog.pieces), OBSERVED))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGroup:
+    """The replicas of one tensor, sorted into classes of equal content."""
+
+    tensor: int
+    classes: tuple[tuple[int, ...], ...]
+    """Replica numbers; the replicas inside one class are bitwise equal. Largest class first, then lowest number."""
+    incomplete: tuple[int, ...]
+    """Replicas of which some part was not read."""
+
+    @property
+    def majority(self) -> tuple[int, ...] | None:
+        """The class that holds more than half of the compared replicas, if there is one."""
+        total = sum(map(len, self.classes))
+        return self.classes[0] if self.classes and 2 * len(self.classes[0]) > total else None
+
+
+def replica_groups(catalog: Catalog, observations: Observations) -> list[ReplicaGroup]:
+    """Every tensor that is stored more than once, with its replicas sorted by content.
+
+    Replicas are equal when their digests are: sums over pieces do not depend on where the pieces are cut. Where a
+    replica is not whole, its pieces are compared with the pieces of the same region in the others.
+    """
+    groups = []
+    for tensor, replicas in enumerate(catalog.replicas):
+        if len(replicas) > 1:
+            groups.append(_sort_replicas(catalog, observations, tensor))
+    return groups
+
+
+def _sort_replicas(catalog: Catalog, observations: Observations, tensor: int) -> ReplicaGroup:
+    contents: dict[int, dict[object, tuple[int, int]]] = {}
+    incomplete = []
+    for replica in range(len(catalog.replicas[tensor])):
+        mine = catalog.rows_of(tensor, replica)
+        seen = observations.pieces[mine]
+        done = seen["read"] == Read.DONE
+        if not len(mine) or not done.all():
+            incomplete.append(replica)
+        # Per piece, so that a replica with a hole is still compared where it has something to say.
+        contents[replica] = {
+            catalog.pieces.region(int(row)): (int(row_seen["lane0"]), int(row_seen["lane1"]))
+            for row, row_seen in zip(mine[done], seen[done], strict=True)
+        }
+    if not incomplete:
+        contents = {replica: {"all": _total(found)} for replica, found in contents.items()}
+    return ReplicaGroup(tensor, _classes(contents), tuple(incomplete))
+
+
+def _total(parts: Mapping[object, tuple[int, int]]) -> tuple[int, int]:
+    mask = (1 << 64) - 1
+    return sum(p[0] for p in parts.values()) & mask, sum(p[1] for p in parts.values()) & mask
+
+
+def _classes(contents: Mapping[int, Mapping[object, tuple[int, int]]]) -> tuple[tuple[int, ...], ...]:
+    """Sort replicas into classes that agree on every region both have.
+
+    A replica that has no region in common with any class was compared with nothing and is in no class.
+    """
+    classes: list[tuple[list[int], dict[object, tuple[int, int]]]] = []
+    for replica, found in contents.items():
+        met = [entry for entry in classes if not found.keys().isdisjoint(entry[1])]
+        if not found or (classes and not met):
+            continue
+        for members, known in met:
+            if all(known.get(region, value) == value for region, value in found.items()):
+                members.append(replica)
+                known.update(found)
+                break
+        else:
+            classes.append(([replica], dict(found)))
+    return tuple(sorted((tuple(members) for members, _ in classes), key=lambda c: (-len(c), c[0])))
+
+
+class DifferenceClass(enum.Enum):
+    """What kind of difference replicas show. Values are the report's words."""
+
+    SINGLE_BIT = "single bit"
+    GROSS = "gross"
+    GROWING = "growing"
+    ISOLATED_ULPS = "isolated ulps"
+    NOISE_SEEDED_GROWTH = "noise-seeded growth"
+    EQUAL_AS_NUMBERS = "equal as numbers"
+    BUFFERS = "buffers"

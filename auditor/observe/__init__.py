@@ -1,0 +1,1 @@
+"""Measures weights: one streaming pass for digests and statistics, a targeted second one for differences."""

@@ -1,0 +1,207 @@
+"""The tensor digest: a sum over value bits that does not depend on how the tensor is cut into pieces.
+
+Specification, analysis and test vectors: ``docs/digest.md``. In short: the elements' bits in C order are a stream of
+32-bit little-endian words x_W. For each of two lanes
+
+    D = Σ_W (x_W + c_W) · K(W div 2048) · T[W mod 2048]   mod 2^64
+
+where c_W counts the elements of word W (bit 0 of every element's place), so that lost zeros show. T holds 2048 odd,
+distinct 32-bit keys, K is an odd 64-bit mix of the block number. The sum is linear: digests of pieces add up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from auditor.model.dtype import DType, Kind
+
+WORDS_PER_BLOCK = 2048
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+LANE_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
+"""Seeds of T for the two lanes: the fractional part of pi, as in Blowfish's tables (nothing up the sleeve)."""
+BLOCK_SEEDS = (0xA4093822299F31D0, 0x082EFA98EC4E6C89)
+"""Seeds of K for the two lanes: pi's next digits."""
+
+Lanes = tuple[int, int]
+
+
+def mix64(value: int) -> int:
+    """SplitMix64's output function (Steele, Lea, Flood 2014; constants of Vigna's reference code)."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
+    return value ^ (value >> 31)
+
+
+def block_key(lane: int, block: int) -> int:
+    """K of one lane for one block of 2048 words."""
+    return mix64((BLOCK_SEEDS[lane] + (block + 1) * _GOLDEN) & _MASK) | 1
+
+
+@lru_cache(maxsize=1)
+def word_keys() -> NDArray[np.uint64]:
+    """T of both lanes, shape (2, 2048): the first 2048 distinct values of the generator's high half, made odd."""
+    keys = np.empty((2, WORDS_PER_BLOCK), np.uint64)
+    for lane, seed in enumerate(LANE_SEEDS):
+        found: dict[int, None] = {}
+        counter = 0
+        while len(found) < WORDS_PER_BLOCK:
+            counter += 1
+            found[mix64((seed + counter * _GOLDEN) & _MASK) >> 32 | 1] = None
+        keys[lane] = list(found)
+    return keys
+
+
+def _block_keys(blocks: NDArray[np.uint64], lane: int) -> NDArray[np.uint64]:
+    z = np.uint64(BLOCK_SEEDS[lane]) + (blocks + np.uint64(1)) * np.uint64(_GOLDEN)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+def add(left: Lanes, right: Lanes) -> Lanes:
+    """The digest of two disjoint parts of a tensor together."""
+    return (left[0] + right[0]) & _MASK, (left[1] + right[1]) & _MASK
+
+
+def counting_pattern(dtype: DType) -> tuple[int, ...]:
+    """c_W over the words of one element (wide types), or of one word (narrow ones)."""
+    if dtype.bits >= 32:
+        return (1, *(0 for _ in range(dtype.bits // 32 - 1)))
+    return (sum(1 << shift for shift in range(0, 32, dtype.bits)),)
+
+
+def digest_array(bits: NDArray[np.unsignedinteger], dtype: DType, base: int, strides: Sequence[int]) -> Lanes:
+    """Digest of a box of a tensor.
+
+    Args:
+        bits: value bits in the dtype's carrier, any memory order; complex elements are two along the last dim.
+        dtype: of the tensor; not a packed one.
+        base: C-order index in the whole tensor of the box's first element.
+        strides: C strides of the whole tensor, in elements.
+    """
+    if dtype.kind is Kind.COMPLEX:
+        # An element is two words (or four): the stream is that of twice as many halves.
+        half = DType("half", dtype.bits // 2, Kind.UNSIGNED)
+        return _digest(bits, half, 2 * base, (*(2 * s for s in strides), 1), counting_pattern(dtype))
+    return _digest(bits, dtype, base, tuple(strides), counting_pattern(dtype))
+
+
+def _digest(
+    bits: NDArray[np.unsignedinteger], dtype: DType, base: int, strides: tuple[int, ...], pattern: tuple[int, ...]
+) -> Lanes:
+    if bits.size == 0:
+        return 0, 0
+    rows, run, starts = _as_rows(bits, base, strides)
+    per_word = max(1, 32 // dtype.bits)
+    words_each = max(1, dtype.bits // 32)
+    if per_word > 1 and (run % per_word or (starts % per_word).any()):
+        return _digest_ragged(rows, starts, dtype.bits)
+    words = np.ascontiguousarray(rows).view("<u4")
+    first = starts // per_word * words_each
+    if len(first) > 1 and words.shape[1] < WORDS_PER_BLOCK:
+        return _digest_short_rows(words, first, pattern)
+    total = (0, 0)
+    for row, at in zip(words, first.tolist(), strict=True):
+        total = add(total, _digest_run(row, at, pattern))
+    return total
+
+
+def _as_rows(
+    bits: NDArray[np.unsignedinteger], base: int, strides: tuple[int, ...]
+) -> tuple[NDArray[np.unsignedinteger], int, NDArray[np.int64]]:
+    """``bits`` as (rows, run) where a run is contiguous in the whole tensor, and each row's first C-order index."""
+    run, dims = 1, bits.ndim
+    while dims and (bits.shape[dims - 1] == 1 or strides[dims - 1] == run):
+        run *= bits.shape[dims - 1]
+        dims -= 1
+    starts = np.array([base], np.int64)
+    for extent, stride in zip(bits.shape[:dims], strides[:dims], strict=True):
+        starts = (starts[:, None] + np.arange(extent, dtype=np.int64) * stride).reshape(-1)
+    return bits.reshape(-1, run), run, starts
+
+
+def _digest_run(words: NDArray[np.uint32], first: int, pattern: tuple[int, ...]) -> Lanes:
+    """A run of words that starts at word ``first`` of the stream, block by block."""
+    head = min(-first % WORDS_PER_BLOCK, len(words))
+    body = (len(words) - head) // WORDS_PER_BLOCK * WORDS_PER_BLOCK
+    total = _digest_part(words[:head], first, pattern)
+    if body:
+        blocks = np.arange(body // WORDS_PER_BLOCK, dtype=np.uint64) + np.uint64((first + head) // WORDS_PER_BLOCK)
+        inside = words[head : head + body].reshape(-1, WORDS_PER_BLOCK).astype(np.uint64)
+        lanes = []
+        for lane in (0, 1):
+            keys = word_keys()[lane]
+            counted = np.uint64(_counted(lane, pattern))
+            sums = np.einsum("bw,w->b", inside, keys) + counted
+            lanes.append(int((sums * _block_keys(blocks, lane)).sum(dtype=np.uint64)))
+        total = add(total, (lanes[0], lanes[1]))
+    return add(total, _digest_part(words[head + body :], first + head + body, pattern))
+
+
+@lru_cache(maxsize=64)
+def _counted(lane: int, pattern: tuple[int, ...]) -> int:
+    """The counting term of one whole block before its block key: closed form, outside the hot loop."""
+    ones = np.resize(np.array(pattern, np.uint64), WORDS_PER_BLOCK)
+    return int((ones * word_keys()[lane]).sum(dtype=np.uint64))
+
+
+def _digest_part(words: NDArray[np.uint32], first: int, pattern: tuple[int, ...]) -> Lanes:
+    """Words that lie within one block."""
+    if len(words) == 0:
+        return 0, 0
+    at = first % WORDS_PER_BLOCK
+    ones = np.resize(np.roll(np.array(pattern, np.uint64), -(first % len(pattern))), len(words))
+    counted = words.astype(np.uint64) + ones
+    lanes = [
+        int((counted * word_keys()[lane][at : at + len(words)]).sum(dtype=np.uint64))
+        * block_key(lane, first // WORDS_PER_BLOCK)
+        & _MASK
+        for lane in (0, 1)
+    ]
+    return lanes[0], lanes[1]
+
+
+def _digest_short_rows(words: NDArray[np.uint32], first: NDArray[np.int64], pattern: tuple[int, ...]) -> Lanes:
+    """Many short runs at once: the keys of every word are gathered."""
+    places = first[:, None] + np.arange(words.shape[1], dtype=np.int64)
+    ones = np.array(pattern, np.uint64)[places % len(pattern)]
+    return _sum_by_place(words.astype(np.uint64) + ones, places)
+
+
+def _digest_ragged(rows: NDArray[np.unsignedinteger], starts: NDArray[np.int64], bits: int) -> Lanes:
+    """Narrow elements whose runs don't fill words: each element adds its shifted bits to its word."""
+    per_word = 32 // bits
+    index = starts[:, None] + np.arange(rows.shape[1], dtype=np.int64)
+    shift = (index % per_word * bits).astype(np.uint64)
+    return _sum_by_place((rows.astype(np.uint64) + np.uint64(1)) << shift, index // per_word)
+
+
+def _sum_by_place(values: NDArray[np.uint64], places: NDArray[np.int64]) -> Lanes:
+    inside, blocks = places % WORDS_PER_BLOCK, places // WORDS_PER_BLOCK
+    low, high = int(blocks.min()), int(blocks.max())
+    if high - low > 4 * values.size:
+        # Rows far apart: a table of all blocks between them would be larger than the data.
+        found, which = np.unique(blocks, return_inverse=True)
+        which = which.reshape(blocks.shape)
+    else:
+        found, which = np.arange(low, high + 1), blocks - low
+    lanes = []
+    for lane in (0, 1):
+        keys = word_keys()[lane][inside] * _block_keys(found.astype(np.uint64), lane)[which]
+        lanes.append(int((values * keys).sum(dtype=np.uint64)))
+    return lanes[0], lanes[1]
+
+
+def displayed(lanes: Lanes, dtype: DType, shape: Sequence[int]) -> str:
+    """The form shown to people: 32 hexadecimal digits that mix both lanes with dtype and shape.
+
+    Not truncated sums: their low bits are mere parities. No signature: who can choose the data can collide it.
+    """
+    text = f"{dtype.name}:{','.join(map(str, shape))}:{lanes[0]:016x}{lanes[1]:016x}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,44 @@
+"""The list of invariants and the page about one, from the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from auditor.invariants.registry import Invariant, invariants
+
+
+def list_lines() -> Iterator[str]:
+    """One line an invariant."""
+    for item in invariants():
+        first = item.statement.split(". ")[0].rstrip(".")
+        yield f"{item.id}  {item.severity.name.lower():<7}  {item.name:<22}  {first}"
+
+
+def page(item: Invariant) -> str:
+    """Everything about one invariant, as Markdown."""
+    causes = "\n".join(f"- {cause.text} ({cause.source})" for cause in item.likely_causes)
+    likely = f"\n## Likely causes\n\n{causes}\n" if causes else ""
+    return f"""# {item.id} {item.name}
+
+{item.severity.name.lower()} · {"reads weights" if item.needs_weights else "reads names and headers only"}
+
+{item.statement}
+
+## Why it matters
+
+{item.rationale}
+
+## Example
+
+    {item.example}
+{likely}
+## What it misses
+
+{item.misses}
+
+## Next
+
+{item.hint}
+
+Source: {item.source}
+"""

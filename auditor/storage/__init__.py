@@ -1,0 +1,1 @@
+"""Where bytes come from: one small read-only protocol, and the places that follow it."""

@@ -1,0 +1,60 @@
+"""Tries again where storage failed in a way that may pass, so that nobody above has to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from auditor.storage.store import Entry, Handle, Store, TransientReadError
+
+
+class RetryingStore:
+    """``inner``, with transient failures tried again after growing waits."""
+
+    def __init__(self, inner: Store, num_attempts: int = 4, first_wait_seconds: float = 0.05) -> None:
+        self.inner, self.num_attempts, self.first_wait_seconds = inner, num_attempts, first_wait_seconds
+
+    @property
+    def location(self) -> str:
+        """Where the wrapped store is."""
+        return self.inner.location
+
+    def list(self, folder: str) -> Iterator[Entry]:
+        """As the wrapped store."""
+        return self.inner.list(folder)
+
+    def stat(self, name: str) -> Entry:
+        """As the wrapped store."""
+        return self.inner.stat(name)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Handle]:
+        """Open an object whose reads are tried again."""
+        with self.inner.open(name) as handle:
+            yield RetryingHandle(handle, self)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryingHandle:
+    """An open object whose reads are tried again."""
+
+    inner: Handle
+    store: RetryingStore
+
+    @property
+    def entry(self) -> Entry:
+        """As the wrapped handle."""
+        return self.inner.entry
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer``; the last failure is raised when all attempts are used up."""
+        for attempt in range(self.store.num_attempts):
+            try:
+                self.inner.read_into(offset, buffer)
+                return
+            except TransientReadError:
+                if attempt + 1 == self.store.num_attempts:
+                    raise
+                time.sleep(self.store.first_wait_seconds * 2**attempt)

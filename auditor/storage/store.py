@@ -1,0 +1,114 @@
+"""The protocol through which everything is read. Nothing in it can write.
+
+Names are relative to the store's root and use ``/``; the root itself is ``""``. All methods may be called from
+several threads at once.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from auditor.errors import AuditorError
+
+
+class StorageError(AuditorError, OSError):
+    """Storage did not do what was asked. Says nothing about the checkpoint."""
+
+
+class ObjectMissingError(StorageError, FileNotFoundError):
+    """There is no such object."""
+
+
+class AccessDeniedError(StorageError, PermissionError):
+    """Storage refuses the object to us."""
+
+
+class ShortReadError(StorageError, EOFError):
+    """The object ends before the range that was asked for."""
+
+
+class TransientReadError(StorageError):
+    """Storage failed in a way that may pass; worth another try."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name in a folder."""
+
+    name: str
+    """Full name below the root."""
+    is_folder: bool
+    num_bytes: int = 0
+    identity: str = ""
+    """Changes whenever the content may have changed."""
+    modified: float = 0.0
+    """Seconds since the epoch, UTC."""
+
+
+class Handle(Protocol):
+    """An object opened for reading."""
+
+    @property
+    def entry(self) -> Entry:
+        """Size and identity as of the opening."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes from ``offset`` on.
+
+        Raises:
+            ShortReadError: the object ends inside the range.
+            StorageError: anything else that storage says.
+        """
+
+
+class Store(Protocol):
+    """A tree of objects that can be listed and read."""
+
+    @property
+    def location(self) -> str:
+        """What a person would call the root."""
+
+    def list(self, folder: str) -> Iterator[Entry]:
+        """The entries directly in ``folder``, in any order.
+
+        Raises:
+            ObjectMissingError: there is no such folder.
+        """
+
+    def stat(self, name: str) -> Entry:
+        """The entry of one object or folder.
+
+        Raises:
+            ObjectMissingError: there is no such object.
+        """
+
+    def open(self, name: str) -> AbstractContextManager[Handle]:
+        """Open an object for reading ranges of it."""
+
+
+def join(folder: str, name: str) -> str:
+    """``name`` in ``folder``, both relative to the root."""
+    return f"{folder}/{name}" if folder else name
+
+
+def base_name(name: str) -> str:
+    """The last part of a name."""
+    return posixpath.basename(name)
+
+
+def read_bytes(handle: Handle, offset: int, num_bytes: int) -> bytes:
+    """A small range as bytes: headers, metadata. Weights go into reused buffers instead."""
+    buffer = bytearray(num_bytes)
+    handle.read_into(offset, memoryview(buffer))
+    return bytes(buffer)
+
+
+def read_text(store: Store, name: str, limit: int = 4096) -> str:
+    """A small text object, at most ``limit`` bytes of it, undecodable bytes replaced."""
+    with store.open(name) as handle:
+        raw = read_bytes(handle, 0, min(handle.entry.num_bytes, limit))
+    return raw.decode("utf-8", "replace")

@@ -1,0 +1,192 @@
+"""From judgements of single steps to findings of the run: one fault, one finding.
+
+1. In each step, a violation that the damage of a file explains, or that concerns the same tensors and roles as a
+   violation of higher precedence, becomes a consequence of that one.
+2. What is left is grouped into faults: replicas by the sides that disagree, the rest by the steps in which they show.
+3. Every fault gets its intervals, its class and its words.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from auditor.invariants.registry import Invariant
+from auditor.model.catalog import Role
+from auditor.model.finding import Finding, Judgement, Location, Severity, Violation
+from auditor.model.mesh import Coordinate
+from auditor.model.observation import DifferenceClass
+from auditor.timeline.classify import SEVERITIES, classify
+from auditor.timeline.onset import Mark, intervals
+
+StepJudgements = Mapping[str, Judgement]
+"""Invariant id to what it says about one step."""
+
+
+@dataclass(slots=True)
+class _Fault:
+    """Violations that are one fault."""
+
+    invariant: Invariant
+    subjects: set[str] = field(default_factory=set)
+    violations: dict[int, list[Violation]] = field(default_factory=lambda: defaultdict(list))
+    consequences: set[str] = field(default_factory=set)
+
+    def locations(self, step: int) -> list[Location]:
+        found = [location for violation in self.violations[step] for location in violation.locations]
+        return sorted(found, key=lambda x: (x.order, x.tensor, _role_rank(x.role), x.coordinate.indices, x.file))
+
+    def all_locations(self) -> tuple[Location, ...]:
+        return tuple(location for step in sorted(self.violations) for location in self.locations(step))
+
+
+def _role_rank(role: Role | None) -> int:
+    return list(Role).index(role) if role else -1
+
+
+def findings(steps: Mapping[int, StepJudgements], chosen: Sequence[Invariant]) -> list[Finding]:
+    """All findings of a run, in order of precedence, then of onset.
+
+    Args:
+        steps: per audited step, the judgement of every invariant that spoke about it.
+        chosen: the invariants that were asked for.
+    """
+    by_id = {invariant.id: invariant for invariant in chosen}
+    kept, consequences = _without_consequences(steps, by_id)
+    found = []
+    for invariant in chosen:
+        for fault in _faults(invariant, kept[invariant.id]):
+            for step, violations in fault.violations.items():
+                for violation in violations:
+                    fault.consequences |= consequences.get((invariant.id, step, violation.subject), set())
+            found.append(_finding(fault, steps))
+    return sorted(found, key=lambda f: (by_id[f.id].rank, f.intervals[0].first_bad if f.intervals else -1))
+
+
+_Kept = dict[str, dict[int, list[Violation]]]
+
+
+def _without_consequences(
+    steps: Mapping[int, StepJudgements], by_id: Mapping[str, Invariant]
+) -> tuple[_Kept, dict[tuple[str, int, str], set[str]]]:
+    """Violations that stand for themselves, and what others each of them explains."""
+    kept: _Kept = {identifier: {} for identifier in by_id}
+    consequences: dict[tuple[str, int, str], set[str]] = defaultdict(set)
+    for step, judgements in steps.items():
+        explainers: dict[object, tuple[str, str]] = {}
+        for identifier in sorted(judgements.keys() & by_id.keys(), key=lambda i: by_id[i].rank):
+            remaining = []
+            for violation in judgements[identifier].violations:
+                causes = {explainers[key] for key in _keys_needed(violation) if key in explainers}
+                if causes and all(key in explainers for key in _keys_needed(violation)):
+                    for cause, subject in causes:
+                        consequences[cause, step, subject].add(identifier)
+                else:
+                    remaining.append(violation)
+            for violation in remaining:
+                for key in _keys_given(violation):
+                    explainers.setdefault(key, (identifier, violation.subject))
+            kept[identifier][step] = remaining
+    return kept, consequences
+
+
+def _keys_given(violation: Violation) -> Iterable[object]:
+    """What a violation explains: damage of its files, and trouble of its tensors."""
+    for location in violation.locations:
+        yield (location.tensor, location.role) if location.tensor else location.file
+
+
+def _keys_needed(violation: Violation) -> set[object]:
+    if violation.explained_by:
+        return set(violation.explained_by)
+    return {(x.tensor, x.role) if x.tensor else x.file for x in violation.locations}
+
+
+def _faults(invariant: Invariant, steps: Mapping[int, Sequence[Violation]]) -> list[_Fault]:
+    by_subject: dict[str, dict[int, list[Violation]]] = defaultdict(lambda: defaultdict(list))
+    for step, violations in steps.items():
+        for violation in violations:
+            by_subject[violation.subject][step].append(violation)
+    faults: dict[object, _Fault] = {}
+    for subject, history in by_subject.items():
+        fault = faults.setdefault(_fault_key(invariant, history), _Fault(invariant))
+        fault.subjects.add(subject)
+        for step, violations in history.items():
+            fault.violations[step].extend(violations)
+    return list(faults.values())
+
+
+def _fault_key(invariant: Invariant, history: Mapping[int, Sequence[Violation]]) -> object:
+    violations = [violation for members in history.values() for violation in members]
+    if violations[0].sides:
+        locations = [location for violation in violations for location in violation.locations]
+        kind = classify(locations)
+        apart = (DifferenceClass.SINGLE_BIT, DifferenceClass.EQUAL_AS_NUMBERS, DifferenceClass.BUFFERS)
+        return _finest([violation.sides for violation in violations]), kind if kind in apart else None
+    if invariant.one_fault:
+        return ""
+    return frozenset(history)
+
+
+def _finest(partitions: Sequence[tuple[tuple[Coordinate, ...], ...]]) -> frozenset[frozenset[Coordinate]]:
+    """The classes into which all the partitions together cut the coordinates."""
+    signature: dict[Coordinate, list[int]] = defaultdict(list)
+    for partition in partitions:
+        for number, members in enumerate(partition):
+            for place in members:
+                signature[place].append(number)
+    classes: dict[tuple[int, ...], set[Coordinate]] = defaultdict(set)
+    for place, numbers in signature.items():
+        classes[tuple(numbers)].add(place)
+    return frozenset(frozenset(members) for members in classes.values())
+
+
+def _marks(fault: _Fault, steps: Mapping[int, StepJudgements]) -> dict[int, Mark]:
+    """What every step says of the fault. A step says nothing where a subject was lost or could not be judged."""
+    marks = {}
+    for step, judgements in steps.items():
+        judgement = judgements.get(fault.invariant.id, Judgement())
+        lost = {name for names in judgement.undetermined.values() for name in names} - judgement.held
+        if step in fault.violations:
+            marks[step] = Mark.BAD
+        elif judgement.num_holds and not fault.subjects & lost:
+            marks[step] = Mark.GOOD
+        else:
+            marks[step] = Mark.UNKNOWN
+    return marks
+
+
+def _finding(fault: _Fault, steps: Mapping[int, StepJudgements]) -> Finding:
+    invariant = fault.invariant
+    locations = fault.all_locations()
+    found = intervals(_marks(fault, steps), {step: fault.locations(step) for step in fault.violations})
+    violations = [violation for members in fault.violations.values() for violation in members]
+    kind = classify(locations) if violations[0].sides else None
+    severity = SEVERITIES[kind] if kind else invariant.severity
+    stated = [violation.severity for violation in violations if violation.severity is not None]
+    if kind is DifferenceClass.BUFFERS and not stated:
+        severity = Severity.ERROR
+    minority = {place for violation in violations for place in violation.minority}
+    return Finding(
+        invariant.id, invariant.name, severity, _message(fault, locations), invariant.hint, locations, found, kind,
+        tuple(sorted(minority, key=lambda place: place.indices)), tuple(sorted(fault.consequences)),
+        invariant.likely_causes,
+    )  # fmt: skip
+
+
+def _message(fault: _Fault, locations: Sequence[Location]) -> str:
+    if fault.invariant.id == "REP001":
+        return _replica_message(fault, locations)
+    first = min(fault.violations)
+    lines = [violation.message for violation in fault.violations[first]]
+    more = len(fault.subjects) - 1
+    return lines[0] + (f", and {more} more like it" if more else "")
+
+
+def _replica_message(fault: _Fault, locations: Sequence[Location]) -> str:
+    tensors = list(dict.fromkeys(x.tensor for x in sorted(locations, key=lambda x: x.order)))
+    places = sorted({x.coordinate for x in locations} | {x.reference for x in locations}, key=lambda c: c.indices)
+    between = " and ".join(map(str, places)) if len(places) == 2 else ", ".join(map(str, places))
+    what = tensors[0] if len(tensors) == 1 else f"{len(tensors)} replicated tensors, first {tensors[0]},"
+    return f"{what} differ{'s' if len(tensors) == 1 else ''} between {between}"
