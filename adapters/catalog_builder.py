@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from auditor.model.catalog import Catalog, File, PiecesBuilder, Problem, Role, Scalar, Tensor
 from auditor.model.dtype import DType
-from auditor.model.mesh import Coordinate, Mesh
+from auditor.model.mesh import Coordinate, Mesh, Placement
 from auditor.model.region import Region
 
 
@@ -36,13 +36,25 @@ class CatalogBuilder:
     def tensor(
         self, name: str, role: Role, dtype: DType, shape: tuple[int, ...], order: int, *,
         replicas: Sequence[Coordinate] = (), replica_axes: tuple[str, ...] = (),
-        stored_once: tuple[str, ...] = (), undetermined: str = "",
+        stored_once: tuple[str, ...] = (), placement: Placement | None = None, undetermined: str = "",
     ) -> int:  # fmt: skip
         """Add a tensor, or find it if it was added before; its number."""
         if (role, name) in self._ids:
             return self._ids[role, name]
         number = self._ids[role, name] = len(self._tensors)
-        self._tensors.append(Tensor(name, role, dtype, shape, order, replica_axes, stored_once, undetermined))
+        self._tensors.append(
+            Tensor(
+                name,
+                role,
+                dtype,
+                shape,
+                order,
+                replica_axes,
+                stored_once,
+                tuple((placement or {}).items()),
+                undetermined,
+            )
+        )
         self._replicas.append(tuple(replicas) or (Coordinate(),))
         return number
 

@@ -72,7 +72,7 @@ class DeepSpeedReading:
     def _tensor(self, part: Part, role: Role, dtype: DType) -> int:
         return self.builder.tensor(
             part.name, role, dtype, part.shape, part.order, replicas=part.replicas, replica_axes=part.replica_axes,
-            stored_once=part.stored_once, undetermined=part.undetermined,
+            stored_once=part.stored_once, placement=part.placement, undetermined=part.undetermined,
         )  # fmt: skip
 
     def _check_root(self, file: StepFile, coordinate: Coordinate) -> None:

@@ -16,7 +16,7 @@ from auditor.adapters.deepspeed_files import StepFiles, megatron_args
 from auditor.adapters.megatron_names import Placed, place, rule_for, sizes_from
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Role
-from auditor.model.mesh import Coordinate, Replicate, global_shape, local_box
+from auditor.model.mesh import Coordinate, Placement, Replicate, global_shape, local_box
 from auditor.model.region import Box, whole
 
 _TIED = re.compile(r"tied_modules\.[^.]+\.")
@@ -36,6 +36,7 @@ class Part:
     replica_axes: tuple[str, ...] = ()
     replicas: tuple[Coordinate, ...] = ()
     stored_once: tuple[str, ...] = ()
+    placement: Placement | None = None
     undetermined: str = ""
 
 
@@ -115,7 +116,7 @@ class Layout:
         stages: list[int],
     ) -> Part:  # fmt: skip
         assert placed.how is not None
-        placement = {"tp": placed.how}
+        placement: Placement = {"tp": placed.how}
         replicas: list[Coordinate] = [Coordinate()]
         axes: Mapping[str, list[int]] = {
             "pp": stages if role is not Role.PARAMETER else [],
@@ -129,7 +130,7 @@ class Layout:
         return Part(
             name, order, local, global_shape(local, placement, self.degrees.mesh),
             local_box(local, placement, coordinate), tuple(axes), tuple(replicas),
-            tuple(axis for axis, degree in once.items() if degree > 1),
+            tuple(axis for axis, degree in once.items() if degree > 1), placement,
         )  # fmt: skip
 
     @staticmethod

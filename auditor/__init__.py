@@ -31,7 +31,10 @@ def open_zarr(path: str) -> zarr.Group:
 
     Nothing is copied: arrays are assembled from the original files as they are read.
     """
+    from auditor.discovery import step_nodes
     from auditor.storage.local import LocalStore
-    from auditor.view.tree import open_group
+    from auditor.view.tree import run_tree
+    from auditor.view.zarr_store import open_group
 
-    return open_group(LocalStore(path))
+    store = LocalStore(path)
+    return open_group(run_tree(store, step_nodes(store)))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
-from auditor.adapters.adapter import Adapter, Declined, Folder, Match, Pointer
+from auditor.adapters.adapter import Adapter, Declined, Folder, Match, Options, Pointer
 from auditor.adapters.registry import adapters, recognise
-from auditor.errors import NothingToAuditError
+from auditor.errors import NothingToAuditError, UsageError
 from auditor.storage.store import StorageError, Store, base_name
+from auditor.view.names import escape
+from auditor.view.tree import StepNode
 
 MAX_DEPTH = 3
 """How far below the path steps are looked for."""
@@ -121,3 +124,23 @@ def _as_run(store: Store, folder: Folder, run: RunSource, others: list[Folder]) 
 def _stem(path: str) -> str:
     """A folder's name with its number taken out."""
     return re.sub(r"\d+", "#", base_name(path))
+
+
+def step_nodes(store: Store) -> list[StepNode]:
+    """The steps of the one run below the store's root, for its Zarr view.
+
+    Raises:
+        UsageError: there are several runs.
+        NothingToAuditError: there is none.
+    """
+    runs = discover(store)
+    if len(runs) > 1:
+        raise UsageError(f"{store.location} holds {len(runs)} runs; name one: {', '.join(run.path for run in runs)}")
+    nodes: dict[str, StepNode] = {}
+    for source in runs[0].steps:
+        name = str(source.match.step)
+        if name in nodes:
+            # Two folders with one step: both are shown, the second under its folder's name as well.
+            name = f"{name}@{escape(base_name(source.folder.path))}"
+        nodes[name] = StepNode(name, partial(source.adapter.read, store, source.folder, source.match, Options()))
+    return list(nodes.values())

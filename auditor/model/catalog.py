@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.model.dtype import DType
-from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
+from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh, Replicate, Shard
 from auditor.model.region import Box, FlatRange, Region
 
 
@@ -52,6 +52,8 @@ class Tensor:
     """Mesh axes along which the tensor is replicated and its replicas are stored."""
     stored_once: tuple[str, ...] = ()
     """Mesh axes along which it is replicated in memory but only one replica is stored."""
+    placement: tuple[tuple[str, Shard | Replicate], ...] = ()
+    """Per mesh axis, how the tensor lies on it, where that is a cut along a dim or replication."""
     undetermined: str = ""
     """Why the layout does not say how the tensor lies on the mesh; empty where it does."""
 
