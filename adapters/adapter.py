@@ -75,6 +75,9 @@ class Options:
     placement: Mapping[str, Sequence[tuple[str, Shard | Replicate]]] = field(default_factory=dict)
     """Mesh axis to pairs of (tensor name glob, placement); the first glob that fits wins over the adapter's rules."""
 
+    names_only: bool = False
+    """Open only the files that say which others must be there."""
+
     def stated(self, axis: str, name: str) -> Shard | Replicate | None:
         """The user's word on how tensor ``name`` lies along ``axis``, if there is one."""
         return next((how for glob, how in self.placement.get(axis, ()) if fnmatchcase(name, glob)), None)

@@ -15,7 +15,7 @@ class CatalogBuilder:
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
-        self._ids: dict[tuple[Role, str], int] = {}
+        self._ids: dict[object, int] = {}
         self._replicas: list[tuple[Coordinate, ...]] = []
         self._files: list[File] = []
         self._file_ids: dict[str, int] = {}
@@ -39,9 +39,11 @@ class CatalogBuilder:
         stored_once: tuple[str, ...] = (), placement: Placement | None = None, undetermined: str = "",
     ) -> int:  # fmt: skip
         """Add a tensor, or find it if it was added before; its number."""
-        if (role, name) in self._ids:
-            return self._ids[role, name]
-        number = self._ids[role, name] = len(self._tensors)
+        # Shape and replicas belong to the identity: names from files may clash with names made here.
+        identity = role, name, shape, tuple(replicas)
+        if identity in self._ids:
+            return self._ids[identity]
+        number = self._ids[identity] = len(self._tensors)
         self._tensors.append(
             Tensor(
                 name,

@@ -6,23 +6,20 @@ lost is known by tensor and region, and is laid to the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from auditor.adapters.adapter import Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.deepspeed_files import LAYER, StepFile, count_in, read_step_files, shapes_in
 from auditor.adapters.deepspeed_layout import Layout, Part
-from auditor.adapters.flat_partitions import partition_length, place_slice, slices
+from auditor.adapters.flat_partitions import FlatGroup, place_slice
 from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import StoredTensor, read_number
 from auditor.model.catalog import Catalog, FileState, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import BFLOAT16, FLOAT32, DType
 from auditor.model.mesh import Coordinate
 from auditor.model.region import FlatRange
-from auditor.storage.store import Store, join
-
-Shapes = Mapping[str, tuple[int, ...]]
+from auditor.storage.store import StorageError, Store, join
 
 _FLATS: dict[Role, tuple[str, ...]] = {
     Role.MASTER: ("single_partition_of_fp32_groups",),
@@ -37,9 +34,10 @@ class DeepSpeedReading:
 
     def __init__(self, store: Store, folder: Folder, options: Options) -> None:
         self.store, self.folder = store, folder
-        self.files = read_step_files(store, folder)
+        self.files = read_step_files(store, folder, names_only=options.names_only)
         self.degrees = self.files.degrees
         self.layout = Layout(self.files, options)
+        self.flat_groups = {stage: [*map(FlatGroup, groups)] for stage, groups in self.layout.groups.items()}
         self.builder = CatalogBuilder()
 
     def catalog(self, step: int, format_name: str) -> Catalog:
@@ -55,7 +53,8 @@ class DeepSpeedReading:
             self._add_zero_file(dp, mp_rank, file)
         for mp_rank, file in sorted(self.files.models.items()):
             self._add_model_file(mp_rank, file)
-        claimed = {file.name for file, _ in self.files.all()}
+        self._add_leftovers()
+        claimed = {file.name for file, _ in self.files.all()} | set(self.files.leftovers)
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in claimed]
         return self.builder.build(
             step, self.folder.path, format_name, self.degrees.mesh, self.files.opaque(), unclaimed
@@ -74,6 +73,13 @@ class DeepSpeedReading:
             part.name, role, dtype, part.shape, part.order, replicas=part.replicas, replica_axes=part.replica_axes,
             stored_once=part.stored_once, placement=part.placement, undetermined=part.undetermined,
         )  # fmt: skip
+
+    def _add_leftovers(self) -> None:
+        for name in self.files.leftovers:
+            message = f"is of no rank of the mesh ({self.degrees.mesh}), or there twice"
+            self.builder.problems.append(Problem(ProblemKind.LEFTOVER, join(self.folder.path, name), message))
+        for name, what in self.files.impossible.items():
+            self.builder.problems.append(Problem(ProblemKind.METADATA, join(self.folder.path, name), what))
 
     def _check_root(self, file: StepFile, coordinate: Coordinate) -> None:
         """torch.save names the root after the path: a copied or renamed file keeps that of its origin."""
@@ -116,16 +122,16 @@ class DeepSpeedReading:
         groups = self.layout.groups[mp_rank // self.degrees.tp]
         if not groups and file.state is FileState.PRESENT:
             self._problem(ProblemKind.UNPLACED, file, "no mp_rank file tells the order of its parameters", coordinate)
-        for group, members in enumerate(groups):
+        for group, members in enumerate(self.flat_groups[mp_rank // self.degrees.tp]):
             for role in _FLATS:
                 self._add_flat(file, role, group, members, coordinate)
             self._check_mapping(file, group, members, coordinate)
             self._add_step(file, group, coordinate)
 
-    def _add_flat(self, file: StepFile, role: Role, group: int, members: Shapes, coordinate: Coordinate) -> None:
+    def _add_flat(self, file: StepFile, role: Role, group: int, members: FlatGroup, coordinate: Coordinate) -> None:
         """The pieces of one flat partition, or those that a lost file should hold."""
         flat = _flat(file, role, group)
-        length = partition_length(members, self.degrees.dp)
+        length = members.partition_length(self.degrees.dp)
         if flat is None and file.state is FileState.PRESENT:
             return
         if flat is not None and flat.shape[0] != length:
@@ -136,24 +142,24 @@ class DeepSpeedReading:
         dtype, offset = (flat.dtype, flat.offset) if flat else (FLOAT32, 0)
         file_id = self.builder.file_id(join(self.folder.path, file.name))
         key, width = f"{'.'.join(_FLATS[role])}[{group}]", dtype.bits // 8
-        for piece in slices(members, coordinate.as_dict()["dp"], length):
+        for piece in members.slices(coordinate.as_dict()["dp"], length):
             if not piece.name:
                 name, count = f"{role.value}.group{group}@{coordinate}", piece.stop - piece.start
                 tensor = self.builder.tensor(name, Role.PADDING, dtype, (count,), 1 << 50)
                 self.builder.piece(tensor, file_id, offset + piece.at * width, FlatRange(0, count), coordinate, key=key)
                 continue
-            part = self.layout.part(piece.name, role, members[piece.name], coordinate)
+            part = self.layout.part(piece.name, role, members.shapes[piece.name], coordinate)
             tensor = self._tensor(part, role, dtype)
             for region, at in place_slice(piece, part.local, part.box, part.shape):
                 self.builder.piece(tensor, file_id, offset + at * width, region, coordinate, key=key)
 
-    def _check_mapping(self, file: StepFile, group: int, members: Shapes, coordinate: Coordinate) -> None:
+    def _check_mapping(self, file: StepFile, group: int, members: FlatGroup, coordinate: Coordinate) -> None:
         """``param_slice_mappings``, where recorded, must say what the shapes imply."""
         recorded = _dig(file.tree, "optimizer_state_dict", "param_slice_mappings", group)
         flat = _flat(file, Role.MASTER, group)
         if flat is None or not isinstance(recorded, dict):
             return
-        parts = slices(members, coordinate.as_dict()["dp"], flat.shape[0])
+        parts = members.slices(coordinate.as_dict()["dp"], flat.shape[0])
         implied = {part.name: (part.at, part.stop - part.start) for part in parts if part.name}
         stated = {
             str(name): (address.attributes().get("start"), address.attributes().get("numel"))
@@ -173,17 +179,24 @@ class DeepSpeedReading:
         base = _dig(file.tree, "optimizer_state_dict", "base_optimizer_state")
         for value in (_dig(base, "state", group, "step"), _dig(base, "param_groups", group, "step")):
             if isinstance(value, StoredTensor) and value.num_elements == 1:
-                with self.store.open(join(self.folder.path, file.name)) as handle:
-                    value = read_number(handle, value)
-            if isinstance(value, (int, float)):
+                value = self._number(file, value)
+            if isinstance(value, (int, float)) and abs(value) < 1 << 53:
                 self._scalar("optimizer_step", float(value), file, coordinate)
                 return
+
+    def _number(self, file: StepFile, tensor: StoredTensor) -> float | None:
+        """A counter kept as a tensor; None where storage doesn't give it."""
+        try:
+            with self.store.open(join(self.folder.path, file.name)) as handle:
+                return read_number(handle, tensor)
+        except StorageError:
+            return None
 
     def _add_model_file(self, mp_rank: int, file: StepFile) -> None:
         coordinate = self.degrees.model_coordinate(mp_rank)
         for key in ("global_steps", "skipped_steps", "global_samples", "iteration"):
             value = file.tree.get(key)
-            if isinstance(value, int):
+            if isinstance(value, int) and 0 <= value < 1 << 53:
                 self._scalar(key, float(value), file, coordinate)
         for key, degree in (("dp_world_size", self.degrees.dp), ("mp_world_size", self.degrees.pp * self.degrees.tp)):
             stated = count_in(file, key)

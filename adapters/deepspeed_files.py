@@ -9,10 +9,11 @@ Nothing in the folder marks completeness, so what must be there follows from rec
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from auditor.adapters.adapter import Folder
@@ -21,7 +22,13 @@ from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import TorchFile, read_torch_file
 from auditor.model.catalog import File, FileState
 from auditor.model.mesh import Coordinate, Mesh
-from auditor.storage.store import ObjectMissingError, StorageError, Store, join
+from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, join
+
+MAX_RANKS = 1 << 17
+"""Ranks of the largest mesh that is believed; beyond it a recorded size is nonsense."""
+MAX_ELEMENTS = 1 << 40
+"""Elements of the largest parameter that is believed."""
+MAX_NAMES = 1 << 20
 
 LAYER = re.compile(r"layer_(\d{2,})-model_(\d{2,})-model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d{2,})_model_states\.pt")
@@ -55,6 +62,8 @@ class StepFile:
     state: FileState
     content: TorchFile | None = None
     detail: str = ""
+    listed: Entry | None = None
+    """As the folder's listing has it; what counts is what was opened, where it was."""
 
     @property
     def tree(self) -> Mapping[Any, Any]:
@@ -64,24 +73,25 @@ class StepFile:
 
     def as_file(self, folder: str, coordinate: Coordinate) -> File:
         """The Catalog's record of it."""
-        entry = self.content.entry if self.content else None
+        entry = self.content.entry if self.content else self.listed
         return File(
             join(folder, self.name), entry.num_bytes if entry else 0, entry.identity if entry else "",
-            self.state, coordinate, self.detail,
+            self.state, coordinate, self.detail, "torch-zip",
         )  # fmt: skip
 
 
-def read_file(store: Store, folder: str, name: str) -> StepFile:
+def read_file(store: Store, folder: Folder, name: str) -> StepFile:
     """Read one file's directory and pickle; whatever is wrong with it is in the result."""
+    listed = folder.files.get(name)
     try:
-        with store.open(join(folder, name)) as handle:
-            return StepFile(name, FileState.PRESENT, read_torch_file(handle))
+        with store.open(join(folder.path, name)) as handle:
+            return StepFile(name, FileState.PRESENT, read_torch_file(handle), "", listed)
     except DamagedError as error:
-        return StepFile(name, FileState.DAMAGED, None, str(error))
+        return StepFile(name, FileState.DAMAGED, None, str(error), listed)
     except ObjectMissingError:
         return StepFile(name, FileState.MISSING, None, "it is not there")
     except (UnsupportedError, StorageError) as error:
-        return StepFile(name, FileState.UNREADABLE, None, str(error))
+        return StepFile(name, FileState.UNREADABLE, None, str(error), listed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +105,10 @@ class StepFiles:
     """By layer and tensor-parallel rank."""
     zeros: Mapping[tuple[int, int], StepFile]
     """By data-parallel rank and mp_rank."""
+    leftovers: Sequence[str] = ()
+    """Files named as this format's, but of ranks that the mesh does not have, or there twice."""
+    impossible: Mapping[str, str] = field(default_factory=dict)
+    """mp_rank file to the recorded size in it that no run can have."""
 
     def all(self) -> Iterator[tuple[StepFile, Coordinate]]:
         """Every file with the coordinate of the rank whose state it holds."""
@@ -126,6 +140,8 @@ def shapes_in(file: StepFile, key: str) -> list[dict[str, tuple[int, ...]]]:
     """``param_shapes`` or the like of one mp_rank file: per group, name to local shape."""
     recorded = file.tree.get(key)
     groups = recorded if isinstance(recorded, list) else [recorded]
+    if sum(len(group) for group in groups if isinstance(group, dict)) > MAX_NAMES:
+        return []
     return [
         {name: shape for name, shape in group.items() if isinstance(name, str) and _is_shape(shape)}
         for group in groups
@@ -134,7 +150,9 @@ def shapes_in(file: StepFile, key: str) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _is_shape(value: object) -> bool:
-    return isinstance(value, tuple) and all(isinstance(n, int) and 0 <= n < 1 << 48 for n in value)
+    if not isinstance(value, tuple) or len(value) > 8:
+        return False
+    return all(isinstance(n, int) and n >= 0 for n in value) and math.prod(map(int, value)) <= MAX_ELEMENTS
 
 
 def megatron_args(file: StepFile) -> Mapping[str, object]:
@@ -151,17 +169,51 @@ def count_in(file: StepFile, *keys: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 20 else None
 
 
-def read_step_files(store: Store, folder: Folder) -> StepFiles:
-    """Read every file of the step, then add those that the recorded sizes imply."""
-    models, layers, zeros = {}, {}, {}
+def read_step_files(store: Store, folder: Folder, *, names_only: bool = False) -> StepFiles:
+    """Read every file of the step, then add those that the recorded sizes imply.
+
+    ``names_only``: open the mp_rank files alone, which say what must be there.
+    """
+    models: dict[int, StepFile] = {}
+    layers: dict[tuple[int, int], StepFile] = {}
+    zeros: dict[tuple[int, int], StepFile] = {}
+    leftovers = []
     for name in folder.files:
         if found := MODEL.fullmatch(name):
-            models[int(found[1])] = read_file(store, folder.path, name)
-        elif found := LAYER.fullmatch(name):
-            layers[int(found[1]), int(found[2])] = read_file(store, folder.path, name)
-        elif found := ZERO.fullmatch(name):
-            zeros[int(found[1]), int(found[2])] = read_file(store, folder.path, name)
-    degrees = _degrees(models, layers, zeros)
+            models[int(found[1])] = read_file(store, folder, name)
+            continue
+        target = layers if (found := LAYER.fullmatch(name)) else zeros if (found := ZERO.fullmatch(name)) else None
+        if found is None or target is None:
+            continue
+        key = int(found[1]), int(found[2])
+        if key in target:
+            leftovers.append(name)
+            continue
+        unopened = StepFile(name, FileState.PRESENT, listed=folder.files[name])
+        target[key] = unopened if names_only else read_file(store, folder, name)
+    degrees, impossible = _degrees(models, layers, zeros)
+    leftovers += _take_foreign(degrees, models, layers, zeros)
+    _add_absent(degrees, models, layers, zeros)
+    return StepFiles(degrees, models, layers, zeros, leftovers, impossible)
+
+
+def _take_foreign(
+    degrees: Degrees, models: dict[int, StepFile], layers: dict[tuple[int, int], StepFile],
+    zeros: dict[tuple[int, int], StepFile],
+) -> list[str]:  # fmt: skip
+    """Take out the files of ranks that the mesh does not have; their names."""
+    in_model = degrees.pp * degrees.tp
+    foreign = [models.pop(rank).name for rank in sorted(models) if rank >= in_model]
+    foreign += [layers.pop(key).name for key in sorted(layers) if key[1] >= degrees.tp]
+    foreign += [zeros.pop(key).name for key in sorted(zeros) if key[0] >= degrees.dp or key[1] >= in_model]
+    return foreign
+
+
+def _add_absent(
+    degrees: Degrees, models: dict[int, StepFile], layers: dict[tuple[int, int], StepFile],
+    zeros: dict[tuple[int, int], StepFile],
+) -> None:  # fmt: skip
+    """Add what the recorded sizes and the parameter names of the stages imply."""
     for mp_rank in range(degrees.pp * degrees.tp):
         models.setdefault(mp_rank, _absent(f"mp_rank_{mp_rank:02d}_model_states.pt"))
     prefix = "bf16_" if any(file.name.startswith("bf16_") for file in zeros.values()) or not zeros else ""
@@ -172,7 +224,6 @@ def read_step_files(store: Store, folder: Folder) -> StepFiles:
     for layer in _layer_numbers(models, layers):
         for tp in range(degrees.tp):
             layers.setdefault((layer, tp), _absent(f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"))
-    return StepFiles(degrees, models, layers, zeros)
 
 
 def _absent(name: str) -> StepFile:
@@ -192,19 +243,32 @@ def _degrees(
     models: Mapping[int, StepFile],
     layers: Mapping[tuple[int, int], StepFile],
     zeros: Mapping[tuple[int, int], StepFile],
-) -> Degrees:
-    """Recorded sizes first, so that missing files show; counting files only where nothing is recorded."""
+) -> tuple[Degrees, dict[str, str]]:
+    """Recorded sizes first, so that missing files show; counting files only where nothing is recorded.
 
-    def recorded(*keys: str) -> int | None:
-        return next(filter(None, (count_in(file, *keys) for _, file in sorted(models.items()))), None)
-
-    args = next(filter(None, (megatron_args(file) for _, file in sorted(models.items()))), {})
-    stated = args.get("tensor_model_parallel_size")
-    tp = recorded("checkpoint_parallel_dimensions", "tp_degree") or (
-        stated if isinstance(stated, int) and 0 < stated < 1 << 20 else None
+    Also returns the file to the recorded size that is set aside because no run can have it.
+    """
+    counted = Degrees(
+        1,
+        1 + max((rank for rank, _ in zeros if rank < MAX_RANKS), default=0),
+        1 + max((rank for _, rank in layers if rank < MAX_RANKS), default=0),
     )
-    tp = tp or 1 + max((rank for _, rank in layers), default=0)
-    highest = max([*models, *(mp_rank for _, mp_rank in zeros), 0])
-    in_model = recorded("mp_world_size") or highest + 1
-    dp = recorded("dp_world_size") or 1 + max((rank for rank, _ in zeros), default=0)
-    return Degrees(max(1, in_model // tp), dp, tp)
+    impossible: dict[str, str] = {}
+    for _, file in sorted(models.items()):
+        found = _recorded(file, counted, [*models, *(mp_rank for _, mp_rank in zeros)])
+        if found.pp * found.dp * found.tp <= MAX_RANKS:
+            return found, impossible
+        impossible[file.name] = f"records a mesh of {found.pp} x {found.dp} x {found.tp} ranks"
+    in_model = 1 + max((rank for rank in models if rank < MAX_RANKS), default=0)
+    return Degrees(max(1, in_model // counted.tp), counted.dp, counted.tp), impossible
+
+
+def _recorded(file: StepFile, counted: Degrees, mp_ranks: Sequence[int]) -> Degrees:
+    """The degrees that one mp_rank file records, with what is counted where it records nothing."""
+    stated = megatron_args(file).get("tensor_model_parallel_size")
+    tp = count_in(file, "checkpoint_parallel_dimensions", "tp_degree")
+    if tp is None and isinstance(stated, int) and 0 < stated <= MAX_RANKS:
+        tp = stated
+    tp = tp or counted.tp
+    in_model = count_in(file, "mp_world_size") or max((rank for rank in mp_ranks if rank < MAX_RANKS), default=0) + 1
+    return Degrees(max(1, in_model // tp), count_in(file, "dp_world_size") or counted.dp, tp)

@@ -38,9 +38,9 @@ class DeepSpeedPipeline:
             return Declined(f"{len(models)} mp_rank files but no layer_*-model_*-model_states.pt", 0.5)
         number = _STEP_FOLDER.fullmatch(base_name(folder.path))
         for name in models:
-            file = read_file(store, folder.path, name)
+            file = read_file(store, folder, name)
             steps = file.tree.get("global_steps")
-            if "param_shapes" in file.tree and isinstance(steps, int):
+            if "param_shapes" in file.tree and isinstance(steps, int) and 0 <= steps < 1 << 53:
                 reason = f"{len(layers)} layer files; {name} records param_shapes and global_steps={steps}"
                 return Match(steps, reason)
         if number is None:

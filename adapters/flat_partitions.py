@@ -10,8 +10,10 @@ placed in the whole tensor: :func:`place_slice`.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from auditor.model.region import Box, FlatRange, Region
 
@@ -29,25 +31,34 @@ class Slice:
     """Position of that element within the partition."""
 
 
-def slices(members: Mapping[str, tuple[int, ...]], partition: int, length: int) -> Iterator[Slice]:
-    """What lies in one partition of ``length`` elements. ``members``: name to local shape, in order."""
-    low, high, position = partition * length, (partition + 1) * length, 0
-    for name, shape in members.items():
-        count = math.prod(shape)
-        start, stop = max(position, low), min(position + count, high)
-        if start < stop:
-            yield Slice(name, start - position, stop - position, start - low)
-        position += count
-    if position < high:
-        start = max(position, low)
-        yield Slice("", start - position, high - position, start - low)
+class FlatGroup:
+    """The parameters of one group, laid end to end."""
 
+    def __init__(self, members: Mapping[str, tuple[int, ...]]) -> None:
+        """``members``: name to local shape, in the order of the flat buffer."""
+        self.shapes = dict(members)
+        self._names = tuple(members)
+        self._ends = list(accumulate(map(math.prod, members.values())))
+        self.num_elements = self._ends[-1] if self._ends else 0
 
-def partition_length(members: Mapping[str, tuple[int, ...]], num_partitions: int) -> int:
-    """Length of each partition as DeepSpeed's BF16_Optimizer cuts it: padded to a multiple of twice the partitions."""
-    total = sum(map(math.prod, members.values()))
-    unit = 2 * num_partitions
-    return -(-total // unit) * unit // num_partitions
+    def partition_length(self, num_partitions: int) -> int:
+        """Length of each partition as BF16_Optimizer cuts it: padded to a multiple of twice their number."""
+        unit = 2 * num_partitions
+        return -(-self.num_elements // unit) * unit // num_partitions
+
+    def slices(self, partition: int, length: int) -> Iterator[Slice]:
+        """What lies in one partition of ``length`` elements."""
+        low, high = partition * length, (partition + 1) * length
+        for at in range(bisect_right(self._ends, low), len(self._names)):
+            begin = self._ends[at - 1] if at else 0
+            if begin >= high:
+                break
+            start, stop = max(begin, low), min(self._ends[at], high)
+            if start < stop:
+                yield Slice(self._names[at], start - begin, stop - begin, start - low)
+        if self.num_elements < high:
+            start = max(self.num_elements, low)
+            yield Slice("", start - self.num_elements, high - self.num_elements, start - low)
 
 
 def place_slice(part: Slice, local: tuple[int, ...], box: Box, shape: Sequence[int]) -> Iterator[tuple[Region, int]]:

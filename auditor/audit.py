@@ -10,22 +10,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from auditor.discovery import RunSource, StepSource, discover
 from auditor.errors import NothingToAuditError, UsageError
-from auditor.invariants.registry import Invariant, select
+from auditor.invariants.registry import Invariant, Needs, invariants, select
 from auditor.model.catalog import Catalog, FileState, Role
 from auditor.model.finding import Finding, Judgement, Outcome
 from auditor.model.mesh import NO_MESH, Mesh
 from auditor.model.observation import Observations, unobserved
 from auditor.model.run import Commit, PointerState, RunState, StepEvidence, StepState, decide_commits, step_state
+from auditor.observe.checksums import verify_checksums
 from auditor.observe.difference import measure_differences
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.settings import DEFAULTS, Level, Settings
 from auditor.storage.retrying import RetryingStore
 from auditor.storage.store import Store
 from auditor.timeline.findings import findings
-from auditor.timeline.last_good import last_good
+from auditor.timeline.last_good import NEEDED, last_good
 
 LARGE_RUN_BYTES = 16 << 30
 """Runs larger than this are by default read at `replicas`, and at `values` only in the newest step."""
@@ -42,7 +44,7 @@ class Coverage:
     num_bytes_read: int = 0
     """Of weights."""
     num_bytes_reread: int = 0
-    """Of weights, once more, to measure differences."""
+    """Once more: of weights, to measure differences; of whole files, to verify checksums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,13 @@ class RunReport:
             total[Outcome.UNDETERMINED] += sum(map(len, judged.undetermined.values()))
             total[Outcome.NOT_APPLICABLE] += sum(judged.not_applicable.values())
         return total
+
+    def not_asked(self) -> list[str]:
+        """Ids of chosen invariants about which no step says anything, because no step's level reaches them."""
+        return [
+            item.id for item in self.chosen
+            if item.judge_step and all(step.level < _REACHED[item.needs] for step in self.steps)
+        ]  # fmt: skip
 
     def undetermined(self) -> dict[tuple[str, str], int]:
         """(Invariant id, reason) to the largest number of subjects in any step."""
@@ -130,7 +139,8 @@ def audit(
     store = RetryingStore(store)
     threads = settings.threads or min(8, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads) as pool:
-        job = _Audit(store, settings, chosen, executor or pool, progress, time.time() if now is None else now)
+        judged = tuple(item for item in invariants() if item in chosen or item.family in NEEDED)
+        job = _Audit(store, settings, chosen, judged, executor or pool, progress, time.time() if now is None else now)
         runs = [job.run(source) for source in discover(store)]
     runs = [run for run in runs if run.steps or run.unrecognised]
     if not any(run.steps for run in runs):
@@ -145,6 +155,9 @@ class _Audit:
     store: Store
     settings: Settings
     chosen: tuple[Invariant, ...]
+    """Reported."""
+    judged: tuple[Invariant, ...]
+    """Those, and what must be known of a step to call it good."""
     executor: Executor
     progress: Progress
     now: float
@@ -180,7 +193,8 @@ class _Audit:
         self, source: StepSource, level: Level, report: RunReport, pointers: Sequence[PointerState], newest: bool
     ) -> StepReport:
         folder = source.folder
-        full = source.adapter.read(self.store, folder, source.match, self.settings.options)
+        options = replace(self.settings.options, names_only=level is Level.NAMES)
+        full = source.adapter.read(self.store, folder, source.match, options)
         modified = max((entry.modified for entry in folder.files.values()), default=0.0)
         state = step_state(full, modified)
         if newest:
@@ -192,7 +206,11 @@ class _Audit:
         observations = self.observe(catalog, level, folder.path)
         self.count(report.coverage, full, catalog, observations)
         evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers)
-        judgements = {item.id: item.judge_step(evidence) for item in self.chosen if item.judge_step}
+        judgements = {
+            item.id: item.judge_step(evidence)
+            for item in self.judged
+            if item.judge_step and level >= _REACHED[item.needs]
+        }
         if observations.changed:
             judgements = {key: _doubted(item, observations) for key, item in judgements.items()}
         failures = tuple(
@@ -205,15 +223,21 @@ class _Audit:
         return StepReport(state, level, judgements, observations.changed, failures, full.opaque)
 
     def observe(self, catalog: Catalog, level: Level, path: str) -> Observations:
-        needed = any(item.needs_weights for item in self.chosen)
-        if level < Level.REPLICAS or not needed:
-            return unobserved(catalog)
+        wanted = {item.needs for item in self.chosen}
+        seen = unobserved(catalog)
+        if level >= Level.REPLICAS and Needs.WEIGHTS in wanted:
+            seen = self.weights(catalog, level, path)
+        if level >= Level.FULL and Needs.CHECKSUMS in wanted:
+            seen = verify_checksums(self.store, catalog, seen, self.executor, partial(self.progress, path))
+        return seen
+
+    def weights(self, catalog: Catalog, level: Level, path: str) -> Observations:
         # NUM looks at all values; replicas alone are enough where nothing else was asked for.
         only_replicated = level is Level.REPLICAS or all(
-            item.family == "REP" for item in self.chosen if item.needs_weights
+            item.family == "REP" for item in self.chosen if item.needs is Needs.WEIGHTS
         )
         rows = wanted_rows(catalog, only_replicated=only_replicated)
-        seen = observe(self.store, catalog, rows, self.executor, lambda count: self.progress(path, count))
+        seen = observe(self.store, catalog, rows, self.executor, partial(self.progress, path))
         return seen if seen.changed else measure_differences(self.store, catalog, seen)
 
     @staticmethod
@@ -227,18 +251,29 @@ class _Audit:
     def conclude(self, report: RunReport, run: RunState) -> None:
         judged = {step.state.step: dict(step.judgements) for step in report.steps
                   if step.state.commit is not Commit.IN_PROGRESS}  # fmt: skip
-        for item in self.chosen:
+        for item in self.judged:
             if item.judge_run:
                 for step, judgement in item.judge_run(run).items():
                     judged.setdefault(step, {})[item.id] = judgement
-        report.steps = [replace(step, judgements=judged.get(step.state.step, {})) for step in report.steps]
+        ids = {item.id for item in self.chosen}
+        report.steps = [
+            replace(step, judgements={k: j for k, j in judged.get(step.state.step, {}).items() if k in ids})
+            for step in report.steps
+        ]
         report.findings = findings(judged, self.chosen)
-        report.last_good = last_good(run.steps, judged, report.findings, self.settings.fail_on,
+        serious = {item.id for item in self.judged if item.severity >= self.settings.fail_on}
+        report.last_good = last_good(run.steps, judged, report.findings, self.settings.fail_on, serious=serious,
                                      strict=self.settings.strict)  # fmt: skip
 
 
+_REACHED = {
+    Needs.NAMES: Level.NAMES, Needs.HEADERS: Level.HEADERS, Needs.WEIGHTS: Level.REPLICAS, Needs.CHECKSUMS: Level.FULL,
+}  # fmt: skip
+"""The lowest level at which an invariant can speak."""
+
+
 def _unread(level: Level) -> str:
-    return f"weights are not read at level {level.name.lower()}" if level < Level.VALUES else ""
+    return f"not all weights are read at level {level.name.lower()}" if level < Level.VALUES else ""
 
 
 def _doubted(judgement: Judgement, seen: Observations) -> Judgement:

@@ -21,8 +21,9 @@ from auditor.containers.damage import DamagedError, LimitError
 class Limits:
     """What an honest pickle of a checkpoint never exceeds."""
 
-    num_bytes: int = 1 << 30
-    num_opcodes: int = 50_000_000
+    num_bytes: int = 256 << 20
+    num_opcodes: int = 20_000_000
+    """Together with the cheapest object of 64 bytes this bounds memory to about a gigabyte."""
     num_stack: int = 10_000_000
     num_long_bytes: int = 1024
     """Bytes of one integer: decimal conversion and arithmetic on longer ones would take quadratic time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from auditor.invariants.registry import Invariant
+from auditor.invariants.registry import Invariant, Needs
 from auditor.model.catalog import Catalog, FileState, ProblemKind, Scalar
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.run import Commit, RunState, StepEvidence, StepState
@@ -45,8 +45,16 @@ def files_are_whole(evidence: StepEvidence) -> Judgement:
 
 def files_are_of_this_rank(evidence: StepEvidence) -> Judgement:
     """No file is a copy of another rank's."""
-    catalog = evidence.catalog
-    problems = [problem for problem in catalog.problems if problem.kind is ProblemKind.OTHER_RANK]
+    return _files_with(evidence.catalog, ProblemKind.OTHER_RANK)
+
+
+def files_are_of_this_mesh(evidence: StepEvidence) -> Judgement:
+    """No file is left over from another mesh."""
+    return _files_with(evidence.catalog, ProblemKind.LEFTOVER)
+
+
+def _files_with(catalog: Catalog, kind: ProblemKind) -> Judgement:
+    problems = [problem for problem in catalog.problems if problem.kind is kind]
     violations = tuple(
         Violation(
             base_name(problem.file),
@@ -55,8 +63,8 @@ def files_are_of_this_rank(evidence: StepEvidence) -> Judgement:
         )
         for problem in problems
     )
-    present = sum(file.state is FileState.PRESENT for file in catalog.files)
-    return Judgement(present - len(violations), violations)
+    present = {file.name for file in catalog.files if file.state is FileState.PRESENT}
+    return Judgement(len(present - {problem.file for problem in problems}), violations)
 
 
 def steps_agree(evidence: StepEvidence) -> Judgement:
@@ -81,6 +89,24 @@ def _odd_step(catalog: Catalog, scalar: Scalar, wanted: float) -> Location:
     what = "is the state of optimizer step" if scalar.name == "optimizer_step" else "records global_steps"
     detail = f"{what} {scalar.value:g}, the checkpoint's is {wanted:g}"
     return Location(catalog.step, scalar.file, coordinate=scalar.coordinate, detail=detail)
+
+
+def checksums_hold(evidence: StepEvidence) -> Judgement:
+    """Every checksum that a file stores fits its bytes."""
+    catalog = evidence.catalog
+    violations, num_holds = [], 0
+    unknown: dict[str, list[str]] = {}
+    for number, found in evidence.observations.checksums.items():
+        file = catalog.files[number]
+        if found.bad:
+            detail = f"{len(found.bad)} parts don't fit their checksum, first {found.bad[0]}"
+            location = Location(catalog.step, file.name, coordinate=file.coordinate, detail=detail)
+            violations.append(Violation(base_name(file.name), (location,), f"{base_name(file.name)}: {detail}"))
+        elif found.reason:
+            unknown.setdefault(found.reason, []).append(base_name(file.name))
+        else:
+            num_holds += 1
+    return Judgement(num_holds, tuple(violations), {reason: tuple(names) for reason, names in unknown.items()})
 
 
 def _at(state: StepState, subject: str, message: str) -> Violation:
@@ -174,7 +200,7 @@ INVARIANTS = (
         example="layer_03-model_01-model_states.pt: it is not there",
         misses="Files of kinds that no recorded size implies; a mesh that is recorded nowhere.",
         hint="Resume from the last good step; restore the file from another copy if there is one.",
-        judge_step=rank_files_are_there, likely_causes=(_TORN,),
+        judge_step=rank_files_are_there, needs=Needs.NAMES, likely_causes=(_TORN,),
     ),
     Invariant(
         "INT002", "file-damaged", Severity.ERROR,
@@ -227,6 +253,26 @@ INVARIANTS = (
         misses="Files written to a buffer (their inner name is `archive`); files that were swapped and written again.",
         hint="Restore the rank's own file from another copy.",
         judge_step=files_are_of_this_rank,
+    ),
+    Invariant(
+        "INT009", "leftover-file", Severity.ERROR,
+        statement="No file of this format is there that belongs to no rank of the recorded mesh, or twice.",
+        rationale="Loaders that list the folder pick it up and take another save's part for this one's.",
+        source="huggingface/diffusers#14769; DeepSpeed loads layer files by listing",
+        example="layer_03-model_02-model_states.pt is of no rank of the mesh (pp 1 · dp 2 · tp 2), or there twice",
+        misses="Leftovers of the same mesh, which only values and steps tell.",
+        hint="Move the file out of the folder.",
+        judge_step=files_are_of_this_mesh, needs=Needs.NAMES,
+    ),
+    Invariant(
+        "INT010", "checksum-mismatch", Severity.ERROR,
+        statement="Every checksum that a file stores itself (CRC-32 of a zip member) fits the bytes it was taken of.",
+        rationale="torch.load does not look at them: a flipped bit in storage becomes a weight in silence.",
+        source="pytorch/pytorch#126952",
+        example="layer_03-model_01-model_states.pt: 1 parts don't fit their checksum, first …/data/7",
+        misses="Bits that rotted before the checksum was taken; files whose writer computed none.",
+        hint="Restore the file from another copy.",
+        judge_step=checksums_hold, needs=Needs.CHECKSUMS,
     ),
     Invariant(
         "INT007", "step-saved-twice", Severity.ERROR,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,16 @@ FAMILIES = {
 }  # fmt: skip
 PRECEDENCE = ("INT", "COV", "MET", "REP", "CST", "OPT", "NUM", "MOT", "AUX", "TIE", "REF", "SEC")
 """Which id a fault gets that violates several invariants; the others become its consequences."""
+
+
+class Needs(enum.IntEnum):
+    """What must have been read for an invariant to speak."""
+
+    NAMES = 0
+    HEADERS = 1
+    WEIGHTS = 2
+    CHECKSUMS = 4
+
 
 StepJudge = Callable[[StepEvidence], Judgement]
 RunJudge = Callable[[RunState], dict[int, Judgement]]
@@ -41,7 +52,7 @@ class Invariant:
     """What a violation looks like that this does not see."""
     hint: str
     """The reader's next act."""
-    needs_weights: bool = False
+    needs: Needs = Needs.HEADERS
     judge_step: StepJudge | None = None
     judge_run: RunJudge | None = None
     likely_causes: tuple[LikelyCause, ...] = ()

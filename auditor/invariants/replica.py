@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from auditor.invariants.registry import Invariant
+from auditor.invariants.registry import Invariant, Needs
 from auditor.model.catalog import Catalog, FileState, Role, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
@@ -107,7 +107,7 @@ INVARIANTS = (
         misses="Replicas that the writer threw away before saving; replicas that are equally wrong.",
         hint="Resume from the last good step after the cause is repaired; resynchronising replicas hides the damage "
              "already done to whichever side was wrong.",
-        needs_weights=True, judge_step=replicas_are_equal, one_fault=True,
+        needs=Needs.WEIGHTS, judge_step=replicas_are_equal, one_fault=True,
         likely_causes=(
             LikelyCause("gradient clipping or its norm differs between tensor-parallel ranks",
                         "deepspeedai/DeepSpeed#1801"),

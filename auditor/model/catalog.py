@@ -85,6 +85,8 @@ class File:
     coordinate: Coordinate = EVERYWHERE
     detail: str = ""
     """For a file that is not simply present: what is wrong with it."""
+    container: str = ""
+    """The file format, as ``auditor.containers`` calls it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class ProblemKind(enum.Enum):
     """What an adapter can find wrong while it reads names, headers and small metadata."""
 
     OTHER_RANK = "file of another rank"
+    LEFTOVER = "file of no rank of this mesh"
     RANKS_DISAGREE = "ranks disagree"
     METADATA = "metadata contradicts itself"
     UNPLACED = "stored tensor has no place"

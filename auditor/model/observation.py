@@ -57,6 +57,19 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
+class FileChecksums:
+    """What the checksums that one file stores say of its bytes."""
+
+    num_good: int = 0
+    bad: tuple[str, ...] = ()
+    """Parts of the file whose bytes don't fit their checksum."""
+    num_without: int = 0
+    """Parts that store none."""
+    reason: str = ""
+    """Why nothing could be said; empty where something was."""
+
+
+@dataclass(frozen=True, slots=True)
 class Observations:
     """All that was measured of one checkpoint."""
 
@@ -68,6 +81,8 @@ class Observations:
     """Files that changed while they were read."""
     differences: Mapping[int, Sequence[Difference]] = field(default_factory=dict)
     """Tensor number to its measured differences; tensors beyond the evidence budget are not in it."""
+    checksums: Mapping[int, FileChecksums] = field(default_factory=dict)
+    """File number to what its own checksums say, at level ``full``."""
     num_bytes_read: int = 0
     num_bytes_reread: int = 0
 

@@ -53,7 +53,7 @@ def measure_differences(
         except StorageError:
             continue
         num_bytes += cost
-    return replace(observations, differences=found, num_bytes_reread=num_bytes)
+    return replace(observations, differences=found, num_bytes_reread=observations.num_bytes_reread + num_bytes)
 
 
 def _against_reference(store: Store, catalog: Catalog, group: ReplicaGroup) -> Iterator[Difference]:

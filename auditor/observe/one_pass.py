@@ -82,7 +82,7 @@ def observe(
         if result.changed:
             changed.add(catalog.files[file].name)
         progress(result.num_bytes_read)
-    return Observations(pieces, failures, tuple(sorted(changed)), {}, num_bytes)
+    return Observations(pieces, failures, tuple(sorted(changed)), num_bytes_read=num_bytes)
 
 
 def _units(catalog: Catalog, rows: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from auditor.invariants.registry import Invariant, invariants
+from auditor.invariants.registry import Invariant, Needs, invariants
+
+_NEEDS = {
+    Needs.NAMES: "reads names", Needs.HEADERS: "reads headers", Needs.WEIGHTS: "reads weights",
+    Needs.CHECKSUMS: "reads everything, at level full",
+}  # fmt: skip
 
 
 def list_lines() -> Iterator[str]:
@@ -20,7 +25,7 @@ def page(item: Invariant) -> str:
     likely = f"\n## Likely causes\n\n{causes}\n" if causes else ""
     return f"""# {item.id} {item.name}
 
-{item.severity.name.lower()} · {"reads weights" if item.needs_weights else "reads names and headers only"}
+{item.severity.name.lower()} · {_NEEDS[item.needs]}
 
 {item.statement}
 

@@ -58,7 +58,8 @@ def run_object(run: RunReport, settings: Settings, location: str) -> dict[str, A
         "coverage": {
             "num_tensors": run.coverage.num_tensors, "num_pieces": run.coverage.num_pieces,
             "num_bytes_total": run.coverage.num_bytes_total, "num_bytes_read": run.coverage.num_bytes_read,
-            "num_bytes_reread": run.coverage.num_bytes_reread, "by_invariant": _by_invariant(run),
+            "num_bytes_reread": run.coverage.num_bytes_reread, "not_asked": run.not_asked(),
+            "by_invariant": _by_invariant(run),
         },
     }  # fmt: skip
 

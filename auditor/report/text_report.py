@@ -70,7 +70,7 @@ def _read_phrase(run: RunReport) -> str:
     else:
         phrase = ", ".join(f"level {level.name.lower()} on {len(members)}" for level, members in sorted(levels.items()))
     seen = run.coverage
-    again = f", {size(seen.num_bytes_reread)} again to measure differences" if seen.num_bytes_reread else ""
+    again = f", {size(seen.num_bytes_reread)} again for differences or checksums" if seen.num_bytes_reread else ""
     return (
         f"{phrase}: read {size(seen.num_bytes_read)} of {size(seen.num_bytes_total)}{again} · "
         f"{seen.num_tensors:,} tensors in {seen.num_pieces:,} pieces · {run.seconds:.1f} s"
@@ -198,6 +198,8 @@ def _coverage(run: RunReport) -> Iterator[str]:
             held.append(f"{item.id} {counts[Outcome.HOLDS]:,}")
     if held:
         yield f"  holds         {' · '.join(held)}"
+    if run.not_asked():
+        yield f"  not asked     {', '.join(run.not_asked())}: a higher --level judges them"
     for (identifier, reason), count in sorted(run.undetermined().items()):
         invariant = find(identifier)
         name = f" {invariant.name}" if invariant else ""
