@@ -27,8 +27,8 @@ BUFFER_BYTES = 1 << 20
 """One worker's buffer: with the kernels' temporaries it stays inside a usual L2 cache."""
 UNIT_BYTES = 64 << 20
 """About how much one unit of work reads: enough to hide its overhead, few enough to keep workers busy."""
-MAX_GAP_BYTES = 16 << 10
-"""Pieces closer than this are read together: reading the gap costs less than another call."""
+MAX_GAP_BYTES = 4 << 10
+"""Pieces closer than a page are read together: the page is read anyway, and reading costs less than another call."""
 
 _local = threading.local()
 

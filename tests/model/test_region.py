@@ -264,7 +264,8 @@ def steps_of(regions, shape):
 
 
 @pytest.mark.parametrize(
-    ("small", "large"), [((1000,), (10_000,)), ((25, 40), (100, 100)), ((40, 25), (10, 1000)), ((10, 10, 10), (20, 20, 25))]
+    ("small", "large"),
+    [((1000,), (10_000,)), ((25, 40), (100, 100)), ((40, 25), (10, 1000)), ((10, 10, 10), (20, 20, 25))],
 )
 def test_sweep_steps_grow_linearly_with_the_boxes_of_a_grid(small, large):
     counts = [steps_of(list(grid((20_000,) * len(parts), parts)), (20_000,) * len(parts)) for parts in (small, large)]

@@ -1,0 +1,74 @@
+from itertools import product
+
+import pytest
+
+from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.model.catalog import File, FileState
+from auditor.model.mesh import NO_MESH
+from auditor.model.run import Commit, PointerState, StepState, decide_commits, step_state
+
+NOW, SETTLE = 10_000.0, 600.0
+
+
+def state(step, *, whole, age=SETTLE * 2):
+    return StepState(step, f"global_step{step}", "made-up", whole, modified=NOW - age)
+
+
+def commits(states, *targets):
+    pointers = [PointerState("latest", target) for target in targets]
+    decided = decide_commits(states, pointers, NOW, SETTLE)
+    assert [item.step for item in decided] == [item.step for item in states]
+    return [item.commit for item in decided]
+
+
+@pytest.mark.parametrize(("whole", "pointed", "later", "newest", "young"), list(product([False, True], repeat=5)))
+def test_truth_table(whole, pointed, later, newest, young):
+    """``later``: a later step is committed. ``newest``: no step follows."""
+    if later and newest:
+        return
+    judged = state(1, whole=whole, age=1.0 if young else SETTLE * 2)
+    states = [judged] if newest else [judged, state(2, whole=later)]
+    targets = ["global_step1"] if pointed else []
+    if whole or pointed or later:
+        expected = Commit.COMMITTED
+    elif newest and young:
+        expected = Commit.IN_PROGRESS
+    else:
+        expected = Commit.UNCOMMITTED
+    assert commits(states, *targets)[0] is expected
+
+
+def test_all_steps_before_a_committed_one_are_committed():
+    states = [state(1, whole=False), state(2, whole=False), state(3, whole=True), state(4, whole=False)]
+    assert commits(states) == [Commit.COMMITTED, Commit.COMMITTED, Commit.COMMITTED, Commit.UNCOMMITTED]
+
+
+def test_a_pointer_commits_what_it_names_and_what_came_before():
+    states = [state(1, whole=False), state(2, whole=False), state(3, whole=False, age=1.0)]
+    assert commits(states, "global_step2") == [Commit.COMMITTED, Commit.COMMITTED, Commit.IN_PROGRESS]
+
+
+def test_a_pointer_elsewhere_commits_nothing():
+    assert commits([state(1, whole=False)], "global_step9", "") == [Commit.UNCOMMITTED]
+
+
+def test_only_the_newest_step_can_be_in_progress():
+    states = [state(1, whole=False, age=1.0), state(2, whole=False, age=1.0)]
+    assert commits(states) == [Commit.UNCOMMITTED, Commit.IN_PROGRESS]
+
+
+def test_a_step_settles_at_the_very_second():
+    assert commits([state(1, whole=False, age=SETTLE)]) == [Commit.UNCOMMITTED]
+
+
+def test_no_steps():
+    assert commits([]) == []
+
+
+def test_the_state_of_a_step_names_what_is_missing_and_only_that():
+    builder = CatalogBuilder()
+    for number, condition in enumerate(FileState):
+        builder.file(File(f"s/{number}.pt", state=condition))
+    found = step_state(builder.build(5, "s", "made-up", NO_MESH, {}, ()), 12.5)
+    assert found.missing == ("s/1.pt",)
+    assert (found.step, found.path, found.whole, found.modified) == (5, "s", False, 12.5)

@@ -1,0 +1,231 @@
+"""The command line as a user meets it: commands, options, exit codes, what goes to which stream."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jsonschema
+import pytest
+
+from tests.paths import HEALTHY, ROOT, RUN, TP2_PP2, TP4
+
+
+def auditor(*arguments, cwd=None, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "auditor.cli", *map(str, arguments)],
+        capture_output=True, text=True, check=False, cwd=cwd, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def schema():
+    return json.loads((ROOT / "auditor/report/report.schema.json").read_text())
+
+
+def test_check_prints_the_pinpointed_drift_and_exits_1():
+    done = auditor("check", RUN)
+    assert done.returncode == 1
+    assert "REP001 replicas-differ  error · growing" in done.stdout
+    assert "since step 50 (last good 40), healed at 90" in done.stdout
+    assert "since step 110 (last good 100), still so at 120" in done.stdout
+    assert "16 replicated tensors" in done.stdout
+    assert "9 of 16 elements, max |Δ| 0.0078 (2 ulp)" in done.stdout
+    assert "Go back to step 100." in done.stdout
+    assert "(ranks 1, 3)" in done.stdout
+    assert done.stderr == ""
+
+
+def test_check_of_a_healthy_run_exits_0_and_says_what_is_undetermined():
+    done = auditor("check", HEALTHY)
+    assert done.returncode == 0
+    assert "stored once along dp" in done.stdout
+    assert "holds · last good step 120" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [[RUN], [HEALTHY], [ROOT / "tests/fixtures"], [RUN, "--level", "headers"]])
+def test_json_keeps_its_promise(schema, arguments):
+    done = auditor("check", *arguments, "--format", "json")
+    document = json.loads(done.stdout)
+    jsonschema.validate(document, schema)
+    assert document["exit_code"] == done.returncode
+
+
+def test_schema_refuses_what_is_not_promised(schema):
+    document = json.loads(auditor("check", HEALTHY, "--format", "json", "--steps", "10").stdout)
+    jsonschema.validate(document, schema)
+    for broken in ({**document, "verdict": "fine"}, {**document, "surprise": 1}, {**document, "findings": [{}]}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, schema)
+
+
+def test_json_finding_has_what_design_promises():
+    document = json.loads(auditor("check", RUN, "--format", "json").stdout)
+    assert document["verdict"] == "violated"
+    assert document["last_good_step"] == 100
+    (finding,) = document["findings"]
+    assert (finding["id"], finding["severity"], finding["class"]) == ("REP001", "error", "growing")
+    first = finding["locations"][0]
+    assert first["step"] == 50
+    assert first["coordinate"] == {"tp": 1}
+    assert first["reference"] == {"tp": 0}
+    assert first["global_ranks"] == [1, 3]
+    assert first["first_index"] == [0]
+    assert first["num_elements_differ"] == 9
+    verdicts = {step["step"]: step["verdict"] for step in document["steps"]}
+    assert [step for step, verdict in verdicts.items() if verdict == "violated"] == [50, 60, 70, 80, 110, 120]
+
+
+def test_several_runs_are_wrapped():
+    document = json.loads(auditor("check", ROOT / "tests/fixtures", "--format", "json").stdout)
+    assert [run["run"].rpartition("/")[2] for run in document["runs"]] == ["tp2_pp2", "tp4"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [("50", [50]), ("40:60", [40, 50, 60]), ("latest", [120]), ("10,latest", [10, 120]), ("100:", [100, 110, 120])],
+)
+def test_steps(chosen, expected):
+    document = json.loads(auditor("check", RUN, "--steps", chosen, "--format", "json").stdout)
+    assert [step["step"] for step in document["steps"]] == expected
+
+
+def test_first_saved_step_bad_has_no_last_good():
+    document = json.loads(auditor("check", RUN, "--steps", "50:60", "--format", "json").stdout)
+    assert document["findings"][0]["intervals"][0]["last_good"] is None
+    assert document["last_good_step"] is None
+
+
+def test_one_step_may_be_named():
+    assert auditor("check", RUN / "global_step50").returncode == 1
+    assert auditor("check", RUN / "global_step40").returncode == 0
+
+
+def test_select_and_ignore():
+    assert auditor("check", RUN, "--ignore", "REP").returncode == 0
+    assert auditor("check", RUN, "--select", "NUM").returncode == 0
+    assert auditor("check", RUN, "--select", "rep001").returncode == 1
+    done = auditor("check", RUN, "--select", "XYZ")
+    assert done.returncode == 2
+    assert "XYZ" in done.stderr
+
+
+def test_a_family_selected_in_vain_is_incomplete():
+    done = auditor("check", HEALTHY, "--select", "REP", "--level", "headers")
+    assert done.returncode == 3
+    assert auditor("check", HEALTHY, "--select", "OPT").returncode == 3
+
+
+def test_tensors_by_glob():
+    document = json.loads(auditor("check", RUN, "--tensors", "4.*norm*", "--format", "json").stdout)
+    names = {location["tensor"] for location in document["findings"][0]["locations"]}
+    assert len(names) == 4
+    assert all(name.startswith("4.") for name in names)
+    assert auditor("check", RUN, "--tensors", "*query_key_value*").returncode == 0
+
+
+def test_strict_fails_on_undetermined():
+    assert auditor("check", HEALTHY, "--strict").returncode == 1
+    assert auditor("check", TP4, "--strict").returncode == 0
+
+
+def test_last_good_prints_one_path():
+    done = auditor("last-good", RUN)
+    assert done.returncode == 0
+    assert done.stdout == f"{RUN}/global_step100\n"
+    assert "steps 50 to 80, healed at 90" in done.stderr
+    assert auditor("last-good", HEALTHY).stdout == f"{HEALTHY}/global_step120\n"
+
+
+def test_last_good_without_a_good_step():
+    done = auditor("last-good", RUN, "--steps", "50:80")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "no step is good" in done.stderr
+
+
+def test_last_good_knows_wholeness_whatever_is_selected(tmp_path):
+    shutil.copytree(HEALTHY, tmp_path / "run")
+    (tmp_path / "run/global_step120/layer_03-model_01-model_states.pt").unlink()
+    done = auditor("last-good", tmp_path / "run", "--select", "NUM")
+    assert done.stdout == f"{tmp_path}/run/global_step110\n"
+
+
+def test_inspect_shows_the_step_without_reading_weights():
+    done = auditor("inspect", TP2_PP2)
+    assert done.returncode == 0
+    for words in ("pp 2 · dp 1 · tp 2 (4 ranks)", "3.input_layernorm.weight", "2 replicas over tp", "48×16", "step 6"):
+        assert words in done.stdout
+    document = json.loads(auditor("inspect", TP2_PP2, "--format", "json").stdout)
+    assert len(document["steps"][0]["tensors"]) == 122
+    assert document["steps"][0]["opaque"]["argparse.Namespace"] == 4
+
+
+def test_invariants_and_explain():
+    listed = auditor("invariants").stdout.splitlines()
+    assert len(listed) >= 15
+    for line in listed:
+        page = auditor("explain", line[:6]).stdout
+        assert page.startswith(f"# {line[:6]} ")
+        assert "## What it misses" in page
+    assert auditor("explain", "ABC999").returncode == 2
+
+
+def test_usage_errors_exit_2(tmp_path):
+    for arguments in (
+        ["check"], ["check", tmp_path / "nothing"], ["check", RUN, "--level", "deep"], ["check", RUN, "--steps", "x"],
+        ["check", RUN, "--fail-on", "never"], ["check", RUN, "--format", "xml"], ["check", RUN, "--settle", "soon"],
+        ["check", RUN, "--config", tmp_path / "none.toml"], ["nonsense"],
+    ):  # fmt: skip
+        done = auditor(*arguments)
+        assert done.returncode == 2, arguments
+        assert "Traceback" not in done.stderr
+
+
+def test_nothing_to_audit_exits_4_and_says_what_came_nearest(tmp_path):
+    assert auditor("check", tmp_path).returncode == 4
+    (tmp_path / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    done = auditor("check", tmp_path)
+    assert done.returncode == 4
+    assert "deepspeed-pipeline: layer_" in done.stderr
+    assert "nearest: . as deepspeed-pipeline: 1 mp_rank files but no layer" in done.stderr
+    assert auditor("check", RUN, "--steps", "999").returncode == 4
+
+
+def test_order_of_flag_environment_and_file(tmp_path):
+    (tmp_path / "auditor.toml").write_text('ignore = ["REP"]\n')
+    assert auditor("check", RUN, cwd=tmp_path).returncode == 0
+    assert auditor("check", RUN, cwd=tmp_path, AUDITOR_IGNORE="NUM").returncode == 1
+    assert auditor("check", RUN, "--ignore", "REP001", cwd=tmp_path, AUDITOR_IGNORE="NUM").returncode == 0
+    (tmp_path / "auditor.toml").unlink()
+    (tmp_path / "pyproject.toml").write_text('[tool.auditor]\nignore = ["REP"]\n')
+    assert auditor("check", RUN, cwd=tmp_path).returncode == 0
+
+
+def test_placement_may_be_stated(tmp_path):
+    config = tmp_path / "mine.toml"
+    config.write_text('[placement.tp]\n"*.dense_h_to_4h.bias" = "replicate"\n')
+    document = json.loads(auditor("check", HEALTHY, "--config", config, "--format", "json").stdout)
+    assert document["findings"][0]["id"] == "REP001"
+    assert {x["tensor"] for x in document["findings"][0]["locations"]} == {
+        "3.mlp.dense_h_to_4h.bias", "4.mlp.dense_h_to_4h.bias",
+    }  # fmt: skip
+    config.write_text('[placement.tp]\n"*" = "sideways"\n')
+    assert auditor("check", HEALTHY, "--config", config).returncode == 2
+
+
+def test_version_and_help():
+    assert auditor("--version").stdout.startswith("auditor ")
+    for command in ("check", "inspect", "last-good", "invariants", "explain"):
+        assert auditor(command, "--help").returncode == 0
+
+
+def test_output_without_terminal_has_no_colour_and_no_progress():
+    done = auditor("check", RUN)
+    assert "\x1b" not in done.stdout + done.stderr
+
+
+def test_fresh_file_times_do_not_make_the_sample_look_in_progress(tmp_path):
+    shutil.copytree(HEALTHY, tmp_path / "run", copy_function=shutil.copy)
+    document = json.loads(auditor("check", tmp_path / "run", "--format", "json").stdout)
+    assert {step["commit"] for step in document["steps"]} == {"committed"}
