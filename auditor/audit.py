@@ -138,10 +138,14 @@ def audit(
         raise UsageError(str(error)) from error
     store = RetryingStore(store)
     threads = settings.threads or min(8, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool:
+    pool = ThreadPoolExecutor(threads)
+    try:
         judged = tuple(item for item in invariants() if item in chosen or item.family in NEEDED)
         job = _Audit(store, settings, chosen, judged, executor or pool, progress, time.time() if now is None else now)
         runs = [job.run(source) for source in discover(store)]
+    finally:
+        # Without it an interrupt would wait until all queued work is done.
+        pool.shutdown(cancel_futures=True)
     runs = [run for run in runs if run.steps or run.unrecognised]
     if not any(run.steps for run in runs):
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
@@ -172,7 +176,7 @@ class _Audit:
         whole_run = len(sources) == len(source.steps)
         levels = self.levels(sources)
         for step, level in zip(sources, levels, strict=True):
-            report.steps.append(self.step(step, level, report, pointers, step is newest))
+            report.steps.append(self.step(step, level, report, pointers, newest=step is newest))
         states = tuple(step.state for step in report.steps)
         states = decide_commits(states, pointers, self.now, self.settings.settle_seconds)
         report.steps = [replace(step, state=state) for step, state in zip(report.steps, states, strict=True)]
@@ -190,7 +194,13 @@ class _Audit:
         return [Level.REPLICAS] * (len(sources) - 1) + [Level.VALUES]
 
     def step(
-        self, source: StepSource, level: Level, report: RunReport, pointers: Sequence[PointerState], newest: bool
+        self,
+        source: StepSource,
+        level: Level,
+        report: RunReport,
+        pointers: Sequence[PointerState],
+        *,
+        newest: bool,
     ) -> StepReport:
         folder = source.folder
         options = replace(self.settings.options, names_only=level is Level.NAMES)
@@ -249,12 +259,16 @@ class _Audit:
         coverage.num_bytes_reread += seen.num_bytes_reread
 
     def conclude(self, report: RunReport, run: RunState) -> None:
-        judged = {step.state.step: dict(step.judgements) for step in report.steps
-                  if step.state.commit is not Commit.IN_PROGRESS}  # fmt: skip
+        judged: dict[int, dict[str, Judgement]] = {}
+        for step in report.steps:
+            if step.state.commit is not Commit.IN_PROGRESS:
+                known = judged.setdefault(step.state.step, {})
+                for identifier, judgement in step.judgements.items():
+                    known[identifier] = known[identifier].merged(judgement) if identifier in known else judgement
         for item in self.judged:
             if item.judge_run:
-                for step, judgement in item.judge_run(run).items():
-                    judged.setdefault(step, {})[item.id] = judgement
+                for number, judgement in item.judge_run(run).items():
+                    judged.setdefault(number, {})[item.id] = judgement
         ids = {item.id for item in self.chosen}
         report.steps = [
             replace(step, judgements={k: j for k, j in judged.get(step.state.step, {}).items() if k in ids})

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -79,6 +79,8 @@ def last_good(
         threads=threads,
     )  # fmt: skip
     report = _audit(path, settings)
+    if len(report.runs) > 1:
+        raise UsageError(f"{path} holds {len(report.runs)} runs; name one of them")
     good = [(run, run.last_good) for run in report.runs if run.last_good]
     for run, state in good:
         for (identifier, reason), count in sorted(run.undetermined().items()):
@@ -89,8 +91,6 @@ def last_good(
                     healed = f"healed at {interval.healed}" if interval.healed is not None else "not healed"
                     _say(f"before it: {finding.id} {finding.message}, steps {interval.first_bad} to "
                          f"{interval.last_bad}, {healed}")  # fmt: skip
-    if len(report.runs) > 1:
-        raise UsageError(f"{path} holds {len(report.runs)} runs; name one of them")
     if not good:
         _say("no step is good")
         raise typer.Exit(1)
@@ -191,12 +191,16 @@ def _truth(value: object) -> bool:
 
 def _store(path: Path) -> Any:
     from auditor.storage.local import LocalStore
+    from auditor.storage.store import ObjectMissingError
 
-    if not path.exists():
-        raise UsageError(f"{path}: no such file or folder")
-    if not path.is_dir():
+    store = LocalStore(path)
+    try:
+        entry = store.stat("")
+    except ObjectMissingError as error:
+        raise UsageError(str(error)) from error
+    if not entry.is_folder:
         raise NothingToAuditError(f"{path}: a single file; no format that is one file is known yet. Name its folder")
-    return LocalStore(path)
+    return store
 
 
 def _audit(path: Path, settings: Settings) -> Report:
@@ -250,23 +254,28 @@ def _say(text: str) -> None:
 def main() -> None:
     """Run a command; every way out has its exit code."""
     try:
-        app(standalone_mode=True)
+        code = app(standalone_mode=False)
     except NothingToAuditError as error:
         _fail(str(error), NOTHING)
     except UsageError as error:
         _fail(str(error), USAGE)
     except AuditorError as error:
         _fail(str(error), INCOMPLETE)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        sys.stderr.close()
+        # Whoever read our output has left; a second failure at exit would only add noise.
+        sys.stdout = None
         raise SystemExit(INCOMPLETE) from None
     except Exception as error:  # the last place where a bug can be told from a finding
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error of the command line library
+            error.show()
+            raise SystemExit(error.exit_code) from None
         _fail(f"internal error: {type(error).__name__}: {error}. Set AUDITOR_TRACEBACK=1 to see where", INTERNAL)
+    raise SystemExit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     import os
 
     if code == INTERNAL and os.environ.get("AUDITOR_TRACEBACK"):

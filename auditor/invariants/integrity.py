@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from auditor.invariants.registry import Invariant, Needs
@@ -124,6 +125,12 @@ def _per_step(run: RunState, violations: Iterable[tuple[StepState, Violation]]) 
     }
 
 
+def _number_in(path: str) -> int:
+    """The step that a folder's name tells, -1 if it tells none."""
+    digits = re.findall(r"\d+", base_name(path))
+    return int(digits[-1]) if digits and len(digits[-1]) < 16 else -1
+
+
 def pointers_lead_to_whole_steps(run: RunState) -> dict[int, Judgement]:
     """The step that a pointer names exists and is whole."""
     by_path = {state.path: state for state in run.steps}
@@ -134,7 +141,8 @@ def pointers_lead_to_whole_steps(run: RunState) -> dict[int, Judgement]:
         if target is not None and target.whole:
             held[target.step] = held.get(target.step, 0) + 1
             continue
-        step = target.step if target else max((state.step for state in run.steps), default=-1)
+        # A step that is not there is bad, not the newest that is.
+        step = target.step if target else _number_in(pointer.target)
         lacks = f"lacks {len(target.missing)} files" if target else "is not there"
         name = base_name(pointer.target) or "a name that leads out of the run"
         message = f"{base_name(pointer.file)} names {name}, which {lacks}"

@@ -87,6 +87,21 @@ class Judgement:
     held: frozenset[str] = frozenset()
     """Subjects that hold although something about them is undetermined (replicas along an axis that isn't stored)."""
 
+    def merged(self, other: Judgement) -> Judgement:
+        """Both together: of two folders that hold one step."""
+        undetermined = {
+            reason: (*self.undetermined.get(reason, ()), *other.undetermined.get(reason, ()))
+            for reason in {**self.undetermined, **other.undetermined}
+        }
+        not_applicable = {
+            reason: self.not_applicable.get(reason, 0) + other.not_applicable.get(reason, 0)
+            for reason in {**self.not_applicable, **other.not_applicable}
+        }
+        return Judgement(
+            self.num_holds + other.num_holds, (*self.violations, *other.violations), undetermined, not_applicable,
+            self.held & other.held,
+        )  # fmt: skip
+
     @property
     def outcome(self) -> Outcome:
         """The one word for the step."""

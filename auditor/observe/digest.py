@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from auditor.model.dtype import DType, Kind
 
 WORDS_PER_BLOCK = 2048
+LONG_ROW = 8 * WORDS_PER_BLOCK
+"""Runs of so many words are worth a pass of their own; shorter ones are taken together."""
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 LANE_SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
@@ -104,7 +106,7 @@ def _digest(
         return _digest_ragged(rows, starts, dtype.bits)
     words = np.ascontiguousarray(rows).view("<u4")
     first = starts // per_word * words_each
-    if len(first) > 1 and words.shape[1] < WORDS_PER_BLOCK:
+    if len(first) > 1 and words.shape[1] < LONG_ROW:
         return _digest_short_rows(words, first, pattern)
     total = (0, 0)
     for row, at in zip(words, first.tolist(), strict=True):
@@ -168,10 +170,42 @@ def _digest_part(words: NDArray[np.uint32], first: int, pattern: tuple[int, ...]
 
 
 def _digest_short_rows(words: NDArray[np.uint32], first: NDArray[np.int64], pattern: tuple[int, ...]) -> Lanes:
-    """Many short runs at once: the keys of every word are gathered."""
-    places = first[:, None] + np.arange(words.shape[1], dtype=np.int64)
-    ones = np.array(pattern, np.uint64)[places % len(pattern)]
-    return _sum_by_place(words.astype(np.uint64) + ones, places)
+    """Many short runs: those that start at the same place of a block share their keys.
+
+    Rows of a tensor whose width divides a block (or the other way round) start at few places; where they start at
+    nearly as many places as there are rows, the keys of every word are gathered instead.
+    """
+    length = words.shape[1]
+    places, inverse = np.unique(first % WORDS_PER_BLOCK, return_inverse=True)
+    if 8 * len(places) > len(first):
+        index = first[:, None] + np.arange(length, dtype=np.int64)
+        ones = np.array(pattern, np.uint64)[index % len(pattern)]
+        return _sum_by_place(words.astype(np.uint64) + ones, index)
+    total = (0, 0)
+    for number, place in enumerate(places.tolist()):
+        rows = np.flatnonzero(inverse == number)
+        inside = words[rows].astype(np.uint64)
+        blocks = (first[rows] // WORDS_PER_BLOCK).astype(np.uint64)
+        low, high = 0, min(length, WORDS_PER_BLOCK - place)
+        while low < length:
+            total = add(total, _digest_aligned(inside[:, low:high], blocks, place if low == 0 else 0, pattern))
+            low, high = high, min(length, high + WORDS_PER_BLOCK)
+            blocks = blocks + np.uint64(1)
+    return total
+
+
+def _digest_aligned(
+    words: NDArray[np.uint64], blocks: NDArray[np.uint64], place: int, pattern: tuple[int, ...]
+) -> Lanes:
+    """Rows that start at the same place of their blocks and don't leave them."""
+    length = words.shape[1]
+    ones = np.resize(np.roll(np.array(pattern, np.uint64), -(place % len(pattern))), length)
+    lanes = []
+    for lane in (0, 1):
+        keys = word_keys()[lane][place : place + length]
+        sums = np.einsum("rw,w->r", words, keys) + (ones * keys).sum(dtype=np.uint64)
+        lanes.append(int((sums * _block_keys(blocks, lane)).sum(dtype=np.uint64)))
+    return lanes[0], lanes[1]
 
 
 def _digest_ragged(rows: NDArray[np.unsignedinteger], starts: NDArray[np.int64], bits: int) -> Lanes:

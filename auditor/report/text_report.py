@@ -95,7 +95,8 @@ def _finding(finding: Finding, run: RunReport) -> Iterator[str]:
     yield f"  {safe(finding.message)}{_ranks_phrase(finding, run)}"
     for interval in finding.intervals:
         yield ""
-        yield f"  {_interval_phrase(interval)}"
+        if interval.last_good is not None or interval.healed is not None or len(run.steps) > 1:
+            yield f"  {_interval_phrase(interval)}"
         yield from _onsets(interval)
         yield from _where(finding, interval, run)
     yield ""

@@ -37,7 +37,9 @@ def by_plain_offsets(folder, catalog, number, replica):
         count = int(np.prod(piece.shape, dtype=np.int64))
         part = np.frombuffer(raw, tensor.dtype.carrier, count, piece.offset)
         if hasattr(piece.region, "shape"):
-            where = index[tuple(slice(a, b) for a, b in zip(piece.region.start, piece.region.stop))].reshape(-1)
+            where = index[
+                tuple(slice(a, b) for a, b in zip(piece.region.start, piece.region.stop, strict=True))
+            ].reshape(-1)
         else:
             where = np.arange(piece.region.start, piece.region.stop)
         flat[where] = part
@@ -95,7 +97,9 @@ def part_of(group, catalog, role, name, tp, local):
     tensor, places = catalog.tensors[number], catalog.replicas[number]
     place = f"tp={tp}" if len(places) > 1 else "all"
     whole = group[f"replicas/{place}/{role}/{escape(name)}"][...]
-    cut = tuple(slice(tp * n, (tp + 1) * n) if full != n else slice(None) for full, n in zip(tensor.shape, local))
+    cut = tuple(
+        slice(tp * n, (tp + 1) * n) if full != n else slice(None) for full, n in zip(tensor.shape, local, strict=True)
+    )
     return np.ascontiguousarray(whole[cut])
 
 
@@ -137,7 +141,7 @@ def test_tree_can_be_walked():
     assert len(list(step["tensors/parameter"].array_keys())) == 29
     assert set(step["replicas"].group_keys()) == {"all", "tp=0", "tp=1"}
     assert len(list(step["pieces"].array_keys())) == 238
-    store, catalog = catalog_of(RUN, 10)
+    _, catalog = catalog_of(RUN, 10)
     np.testing.assert_array_equal(step["catalog/offset"][...], catalog.pieces.offset)
 
 
