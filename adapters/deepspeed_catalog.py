@@ -89,11 +89,11 @@ class DeepSpeedReading:
     # Weights: layer files
 
     def _add_layer(self, layer: int) -> None:
-        files = [self.files.layers[layer, tp] for tp in range(self.degrees.tp)]
+        files = self.files.of_layer(layer)
         for key, local in self.layout.layers[layer].items():
-            stored = [tensor for file in files if isinstance(tensor := file.tree.get(key), StoredTensor)]
+            stored = [tensor for _, file in files if isinstance(tensor := file.tree.get(key), StoredTensor)]
             dtype = stored[0].dtype if stored else BFLOAT16
-            for tp, file in enumerate(files):
+            for tp, file in files:
                 coordinate = Coordinate.of(pp=self.layout.stage_of_layer(layer), tp=tp)
                 name = f"{self.layout.prefixes[layer]}{key}"
                 part = self.layout.part(name, Role.PARAMETER, local, coordinate)

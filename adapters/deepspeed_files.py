@@ -119,6 +119,10 @@ class StepFiles:
         for (dp, mp_rank), file in sorted(self.zeros.items()):
             yield file, self.degrees.model_coordinate(mp_rank).merged(Coordinate.of(dp=dp))
 
+    def of_layer(self, layer: int) -> list[tuple[int, StepFile]]:
+        """The files of one layer with their tensor-parallel ranks."""
+        return [(tp, self.layers[layer, tp]) for tp in range(self.degrees.tp) if (layer, tp) in self.layers]
+
     def opaque(self) -> Counter[str]:
         """Unknown objects met in all files, by class."""
         total: Counter[str] = Counter()
@@ -193,7 +197,7 @@ def read_step_files(store: Store, folder: Folder, *, names_only: bool = False) -
         target[key] = unopened if names_only else read_file(store, folder, name)
     degrees, impossible = _degrees(models, layers, zeros)
     leftovers += _take_foreign(degrees, models, layers, zeros)
-    _add_absent(degrees, models, layers, zeros)
+    impossible |= _add_absent(degrees, models, layers, zeros)
     return StepFiles(degrees, models, layers, zeros, leftovers, impossible)
 
 
@@ -212,8 +216,8 @@ def _take_foreign(
 def _add_absent(
     degrees: Degrees, models: dict[int, StepFile], layers: dict[tuple[int, int], StepFile],
     zeros: dict[tuple[int, int], StepFile],
-) -> None:  # fmt: skip
-    """Add what the recorded sizes and the parameter names of the stages imply."""
+) -> dict[str, str]:  # fmt: skip
+    """Add what the recorded sizes and the parameter names of the stages imply; what of it is impossible, by file."""
     for mp_rank in range(degrees.pp * degrees.tp):
         models.setdefault(mp_rank, _absent(f"mp_rank_{mp_rank:02d}_model_states.pt"))
     prefix = "bf16_" if any(file.name.startswith("bf16_") for file in zeros.values()) or not zeros else ""
@@ -221,9 +225,14 @@ def _add_absent(
         for mp_rank in range(degrees.pp * degrees.tp):
             name = f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp_rank:02d}_optim_states.pt"
             zeros.setdefault((dp, mp_rank), _absent(name))
-    for layer in _layer_numbers(models, layers):
+    numbers = _layer_numbers(models, layers)
+    if len(numbers) * degrees.tp > MAX_RANKS:
+        first = min(models.values(), key=lambda file: file.name)
+        return {first.name: f"records parameters of {len(numbers)} layers on {degrees.tp} tensor-parallel ranks"}
+    for layer in numbers:
         for tp in range(degrees.tp):
             layers.setdefault((layer, tp), _absent(f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"))
+    return {}
 
 
 def _absent(name: str) -> StepFile:

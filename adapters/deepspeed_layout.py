@@ -55,6 +55,11 @@ class Layout:
                 for name, shape in group.items():
                     self.stages.setdefault(name, []).append(stage)
                     self.shapes.setdefault(name, shape)
+        self._by_prefix: dict[str, dict[str, tuple[int, ...]]] = {}
+        """What goes before a key in a name (``3.``, ``tied_modules.embed.``) to the keys with it."""
+        for name, shape in self.shapes.items():
+            key = self.key_of(name)
+            self._by_prefix.setdefault(name[: len(name) - len(key)], {})[key] = shape
         args = next(filter(None, (megatron_args(file) for _, file in sorted(files.models.items()))), {})
         self.sizes = sizes_from(args, self.shapes)
         self.layers: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -72,22 +77,23 @@ class Layout:
     def _learn(self, layer: int) -> None:
         """Keys in the stored order of the first readable file, then those that only the mp_rank files know of."""
         keys: dict[str, tuple[int, ...]] = {}
-        for tp in range(self.degrees.tp):
-            for key, value in self.files.layers[layer, tp].tree.items():
+        for _, file in self.files.of_layer(layer):
+            for key, value in file.tree.items():
                 if isinstance(key, str) and isinstance(value, StoredTensor):
                     keys.setdefault(key, value.shape)
         prefix = f"{layer}."
-        if not any(name.startswith(prefix) for name in self.shapes):
+        if prefix not in self._by_prefix:
             # No parameter carries this number: the layer is the first user of a tied module.
-            tied = (match[0] for name in self.shapes if (match := _TIED.match(name)) and name[match.end() :] in keys)
+            tied = (
+                p for p, known in self._by_prefix.items() if _TIED.fullmatch(p) and not known.keys().isdisjoint(keys)
+            )
             prefix = next(tied, prefix)
-        announced = {n.removeprefix(prefix): shape for n, shape in self.shapes.items() if n.startswith(prefix)}
-        self.prefixes[layer], self.layers[layer] = prefix, {**keys, **announced}
+        self.prefixes[layer], self.layers[layer] = prefix, {**keys, **self._by_prefix.get(prefix, {})}
 
     def stage_of_layer(self, layer: int) -> int:
         """The stage that wrote the layer's files."""
         prefix = self.prefixes[layer]
-        return next((stages[0] for name, stages in self.stages.items() if name.startswith(prefix)), 0)
+        return next((self.stages[f"{prefix}{key}"][0] for key in self._by_prefix.get(prefix, ())), 0)
 
     def key_of(self, name: str) -> str:
         """A name within its layer."""

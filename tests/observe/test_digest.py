@@ -6,7 +6,7 @@
 import json
 import math
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -142,7 +142,7 @@ def stored_bytes(vector):
 def vector_lanes(vector):
     bits = BITS[vector["dtype"]]
     places = plain_indices(vector["shape"], vector["start"], vector["box"])
-    return ["%016x" % lane for lane in plain_digest(elements_of(stored_bytes(vector), bits), bits, places)]
+    return [f"{lane:016x}" for lane in plain_digest(elements_of(stored_bytes(vector), bits), bits, places)]
 
 
 def test_vectors_are_there():
@@ -157,7 +157,7 @@ def test_both_implementations_reproduce_the_committed_vectors(number):
     assert vector_lanes(vector) == vector["lanes"]
     bits = as_bits(stored_bytes(vector), dtype, vector["box"])
     ours = box_digest(bits, dtype, vector["shape"], vector["start"])
-    assert ["%016x" % lane for lane in ours] == vector["lanes"]
+    assert [f"{lane:016x}" for lane in ours] == vector["lanes"]
 
 
 def regenerate():
@@ -263,7 +263,7 @@ def test_flat_cuts_add_up(name, count, cuts, seed):
     bits = random_bits(dtype, (count,), seed)
     borders = sorted({0, count, *(cut % (count + 1) for cut in cuts)})
     total = (0, 0)
-    for low, high in zip(borders, borders[1:], strict=False):
+    for low, high in pairwise(borders):
         total = add(total, digest_array(bits[low:high], dtype, low, (1,)))
     assert total == whole_digest(bits, dtype)
 
@@ -276,7 +276,7 @@ def test_cuts_along_any_dim_add_up(name, shape, data):
     cuts = data.draw(st.lists(st.integers(0, shape[dim]), max_size=3))
     borders = sorted({0, shape[dim], *cuts})
     total = (0, 0)
-    for low, high in zip(borders, borders[1:], strict=False):
+    for low, high in pairwise(borders):
         part = bits[(slice(None),) * dim + (slice(low, high),)]
         start = tuple(low if d == dim else 0 for d in range(len(shape)))
         total = add(total, box_digest(part, dtype, shape, start))
@@ -401,12 +401,30 @@ def test_block_keys_are_odd_and_differ_between_blocks_and_lanes():
     assert block_key(0, 5) * int(word_keys()[0][9]) == plain_key(0, 5 * 2048 + 9)
 
 
-def test_no_two_word_keys_of_a_lane_add_to_a_power_of_two_that_matters():
-    """So two sign flips in one block, or two lost words of all ones, can't cancel."""
-    for keys in word_keys():
-        for bits in (32, 33):
-            complements = (np.uint64(1 << bits) - keys) % np.uint64(1 << 33)
-            assert not np.isin(complements, keys).any()
+def pairs_of_keys():
+    """Both lanes' keys of all pairs of places in a block."""
+    one, other = np.triu_indices(2048, 1)
+    return [(keys[one], keys[other]) for keys in word_keys()]
+
+
+def test_no_two_places_have_keys_in_the_same_ratio_in_both_lanes():
+    """So two changes in one block whose sum does not wrap can't cancel in both lanes."""
+    reduced = [(one // np.gcd(one, other), other // np.gcd(one, other)) for one, other in pairs_of_keys()]
+    assert not ((reduced[0][0] == reduced[1][0]) & (reduced[0][1] == reduced[1][1])).any()
+
+
+def test_no_four_equal_changes_in_a_block_cancel_in_both_lanes():
+    """Signs included: that is the weakest case of equal changes, in which the fewest bits must vanish."""
+
+    def joint(lane0, lane1):
+        # Lane 0 to all its 33 bits, of lane 1 as many as there is room for.
+        low = np.uint64((1 << 31) - 1)
+        return (lane0 % np.uint64(1 << 33) << np.uint64(31)) | (lane1 & low)
+
+    (a0, b0), (a1, b1) = pairs_of_keys()
+    sums, negative = joint(a0 + b0, a1 + b1), joint(-(a0 + b0), -(a1 + b1))
+    found = np.sort(np.concatenate([sums, negative, joint(a0 - b0, a1 - b1), joint(b0 - a0, b1 - a1)]))
+    assert (found[1:] != found[:-1]).all()
 
 
 # The displayed form
