@@ -33,7 +33,7 @@ class DeepSpeedReading:
     """One step being read."""
 
     def __init__(self, store: Store, folder: Folder, options: Options) -> None:
-        self.store, self.folder = store, folder
+        self.store, self.folder, self.names_only = store, folder, options.names_only
         self.files = read_step_files(store, folder, names_only=options.names_only)
         self.degrees = self.files.degrees
         self.layout = Layout(self.files, options)
@@ -49,6 +49,8 @@ class DeepSpeedReading:
             self._check_root(file, coordinate)
         for layer in self.layout.layers:
             self._add_layer(layer)
+        if not self.names_only:
+            self._add_unstored_tied()
         for (dp, mp_rank), file in sorted(self.files.zeros.items()):
             self._add_zero_file(dp, mp_rank, file)
         for mp_rank, file in sorted(self.files.models.items()):
@@ -98,6 +100,13 @@ class DeepSpeedReading:
                 name = f"{self.layout.prefixes[layer]}{key}"
                 part = self.layout.part(name, Role.PARAMETER, local, coordinate)
                 self._add_weight(self._tensor(part, Role.PARAMETER, dtype), part, file, key, dtype, coordinate)
+
+    def _add_unstored_tied(self) -> None:
+        """Tied modules have no number in any name, so their lost files can't be named; that they lack pieces can."""
+        for name, local in self.layout.unstored_tied().items():
+            for tp in range(self.degrees.tp):
+                coordinate = Coordinate.of(pp=self.layout.stages[name][0], tp=tp)
+                self._tensor(self.layout.part(name, Role.PARAMETER, local, coordinate), Role.PARAMETER, BFLOAT16)
 
     def _add_weight(
         self, tensor: int, part: Part, file: StepFile, key: str, dtype: DType, coordinate: Coordinate

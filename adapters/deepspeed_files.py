@@ -22,7 +22,7 @@ from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import TorchFile, read_torch_file
 from auditor.model.catalog import File, FileState
 from auditor.model.mesh import Coordinate, Mesh
-from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, join
+from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, changed_since, join
 
 MAX_RANKS = 1 << 17
 """Ranks of the largest mesh that is believed; beyond it a recorded size is nonsense."""
@@ -87,6 +87,8 @@ def read_file(store: Store, folder: Folder, name: str) -> StepFile:
         with store.open(join(folder.path, name)) as handle:
             return StepFile(name, FileState.PRESENT, read_torch_file(handle), "", listed)
     except DamagedError as error:
+        if changed_since(store, join(folder.path, name), listed):
+            return StepFile(name, FileState.CHANGED, None, "it changed while its directory was read", listed)
         return StepFile(name, FileState.DAMAGED, None, str(error), listed)
     except ObjectMissingError:
         return StepFile(name, FileState.MISSING, None, "it is not there")

@@ -90,6 +90,19 @@ class Layout:
             prefix = next(tied, prefix)
         self.prefixes[layer], self.layers[layer] = prefix, {**keys, **self._by_prefix.get(prefix, {})}
 
+    def unstored_tied(self) -> dict[str, tuple[int, ...]]:
+        """Names and local shapes of tied modules of which no layer file is there, not even a damaged one's name."""
+        known = set(self.prefixes.values())
+        if any(not keys for keys in self.layers.values()):
+            # A layer of which nothing could be read: it may be theirs.
+            return {}
+        return {
+            f"{prefix}{key}": shape
+            for prefix, keys in self._by_prefix.items()
+            if _TIED.fullmatch(prefix) and prefix not in known
+            for key, shape in keys.items()
+        }
+
     def stage_of_layer(self, layer: int) -> int:
         """The stage that wrote the layer's files."""
         prefix = self.prefixes[layer]
@@ -135,7 +148,7 @@ class Layout:
         once = {"pp": len(stages), "dp": self.degrees.dp} if role is Role.PARAMETER else {}
         return Part(
             name, order, local, global_shape(local, placement, self.degrees.mesh),
-            local_box(local, placement, coordinate), tuple(axes), tuple(replicas),
+            local_box(local, placement, self.degrees.mesh, coordinate), tuple(axes), tuple(replicas),
             tuple(axis for axis, degree in once.items() if degree > 1), placement,
         )  # fmt: skip
 

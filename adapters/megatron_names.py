@@ -90,7 +90,7 @@ def place(name: str, local: tuple[int, ...], degree: int, sizes: Sizes, stated: 
     if degree == 1:
         return Placed(Replicate())
     if name.endswith(_POSITIONS):
-        fits = len(local) == 2 and sizes.hidden in (None, local[1])
+        fits = len(local) == 2 and sizes.hidden == local[1]
         return Placed(Replicate()) if fits else Placed(None, "its stored shape is not that of a position table")
     rule = rule_for(name)
     if rule is None:
@@ -104,7 +104,8 @@ def _by_formula(rule: Rule, local: tuple[int, ...], degree: int, sizes: Sizes) -
     for dim, (term, stored) in enumerate(zip(rule.shape, local, strict=True)):
         full = sizes.of(term)
         cut = isinstance(rule.placement, Shard) and rule.placement.dim == dim
-        if full is None and not cut:
+        # A gated first projection is two halves on every rank: without its size it can't be told from a plain one.
+        if full is None and (not cut or term == "ffn"):
             return Placed(None, f"no size is recorded to hold its dim {dim} against")
         if full is not None and stored * (degree if cut else 1) != full:
             return Placed(None, f"dim {dim} is stored as {stored}; its name and the recorded sizes imply "

@@ -221,16 +221,19 @@ class _Audit:
             for item in self.judged
             if item.judge_step and level >= _REACHED[item.needs]
         }
-        if observations.changed:
-            judgements = {key: _doubted(item, observations) for key, item in judgements.items()}
+        changed = tuple(
+            sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
+        )
+        if changed:
+            judgements = {key: _doubted(item, changed) for key, item in judgements.items()}
         failures = tuple(
             f"{file.name}: {file.detail}" for file in catalog.files if file.state is FileState.UNREADABLE
         ) + tuple(
             f"{catalog.files[number].name}: {text}"
             for number, text in observations.failures.items()
-            if catalog.files[number].state is FileState.PRESENT and not observations.changed
+            if catalog.files[number].state is FileState.PRESENT and not changed
         )
-        return StepReport(state, level, judgements, observations.changed, failures, full.opaque)
+        return StepReport(state, level, judgements, changed, failures, full.opaque)
 
     def observe(self, catalog: Catalog, level: Level, path: str) -> Observations:
         wanted = {item.needs for item in self.chosen}
@@ -290,7 +293,7 @@ def _unread(level: Level) -> str:
     return f"not all weights are read at level {level.name.lower()}" if level < Level.VALUES else ""
 
 
-def _doubted(judgement: Judgement, seen: Observations) -> Judgement:
+def _doubted(judgement: Judgement, changed: Sequence[str]) -> Judgement:
     """A judgement of a step that changed while it was read: nothing that it says can be relied on."""
     names = tuple(violation.subject for violation in judgement.violations) or ("the step",)
-    return Judgement(undetermined={f"{', '.join(seen.changed)} changed while it was read": names})
+    return Judgement(undetermined={f"{', '.join(changed)} changed while it was read": names})

@@ -240,7 +240,7 @@ def _print_text(report: Report) -> None:
 def _print_lines(lines: Iterator[str]) -> None:
     from rich.console import Console
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, emoji=False)
     for line in lines:
         console.print(line)
 

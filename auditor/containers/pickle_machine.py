@@ -43,7 +43,9 @@ class PickleMachine(PickleStack):
                 at = OPCODES[code](self, data, at)
         except LimitError:
             raise
+        except (RecursionError, MemoryError) as error:
+            raise LimitError(f"its pickle is nested too deeply or too large at byte {at}") from error
         except KeyError as error:
             raise DamagedError(f"its pickle is broken at byte {at}: unknown opcode or memo entry {error}") from error
-        except (IndexError, ValueError, TypeError, struct.error, AttributeError) as error:
+        except (IndexError, ValueError, TypeError, struct.error, AttributeError, OverflowError) as error:
             raise DamagedError(f"its pickle is broken at byte {at}: {error}") from error

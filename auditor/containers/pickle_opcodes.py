@@ -6,8 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from auditor.containers.damage import LimitError
-from auditor.containers.pickle_stack import MARK, Global, Limits, PickleStack, hashable
+from auditor.containers.pickle_stack import MARK, Global, PickleStack, hashable
 
 Instruction = Callable[[PickleStack, bytes, int], int]
 """Runs one instruction whose argument starts at the given byte; returns the byte after it."""
@@ -68,19 +67,31 @@ def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogatepass")
 
 
-def _long(raw: bytes) -> int:
-    if len(raw) > Limits().num_long_bytes:
-        raise LimitError(f"its pickle holds an integer of {len(raw)} bytes")
-    return int.from_bytes(raw, "little", signed=True)
-
-
 for _letter, _layout, _read in (
     (b"\x8c", "<B", _text), (b"X", "<I", _text), (b"\x8d", "<Q", _text),
     (b"C", "<B", bytes), (b"B", "<I", bytes), (b"\x8e", "<Q", bytes), (b"\x96", "<Q", bytearray),
     (b"U", "<B", lambda raw: raw.decode("latin-1")), (b"T", "<i", lambda raw: raw.decode("latin-1")),
-    (b"\x8a", "<B", _long), (b"\x8b", "<i", _long),
 ):  # fmt: skip
     _sized(_letter, _layout, _read)
+
+
+def _long(letter: bytes, layout: str) -> None:
+    """An instruction that pushes an integer of any length."""
+    length_of = struct.Struct(layout)
+
+    def instruction(machine: PickleStack, data: bytes, at: int) -> int:
+        (length,) = length_of.unpack_from(data, at)
+        at += length_of.size
+        machine.check_integer(length)
+        machine.push(int.from_bytes(_take(data, at, length), "little", signed=True))
+        end: int = at + length
+        return end
+
+    OPCODES[letter[0]] = instruction
+
+
+_long(b"\x8a", "<B")
+_long(b"\x8b", "<i")
 
 
 def _fixed(letter: bytes, layout: str) -> None:
@@ -96,14 +107,6 @@ def _fixed(letter: bytes, layout: str) -> None:
 
 for _letter, _layout in ((b"K", "<B"), (b"M", "<H"), (b"J", "<i"), (b"G", ">d")):
     _fixed(_letter, _layout)
-
-
-def _decimal(line: bytes) -> int | bool:
-    if line in (b"00", b"01"):
-        return line == b"01"
-    if len(line) > Limits().num_long_bytes:
-        raise LimitError(f"its pickle holds an integer of {len(line)} digits")
-    return int(line.removesuffix(b"L"))
 
 
 def _quoted(line: bytes) -> str:
@@ -124,10 +127,19 @@ def _lined(letter: bytes, make: Callable[[bytes], object]) -> None:
 
 
 for _letter, _read_line in (
-    (b"I", _decimal), (b"L", _decimal), (b"F", float), (b"S", _quoted),
+    (b"F", float), (b"S", _quoted),
     (b"V", lambda line: line.decode("raw-unicode-escape")),
 ):  # fmt: skip
     _lined(_letter, _read_line)
+
+
+@_opcode(b"I")
+@_opcode(b"L")
+def _decimal(machine: PickleStack, data: bytes, at: int) -> int:
+    line, at = _line(data, at)
+    machine.check_integer(len(line))
+    machine.push(line == b"01" if line in (b"00", b"01") else int(line.removesuffix(b"L")))
+    return at
 
 
 def _memory(letter: bytes, layout: str, *, store: bool) -> None:
@@ -227,6 +239,7 @@ def _new_object(machine: PickleStack) -> None:
 @_simple(b"\x92")
 def _new_object_with_keywords(machine: PickleStack) -> None:
     keywords, arguments, maker = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
+    machine.charge(len(arguments))
     machine.call(maker, (*arguments, keywords))
 
 

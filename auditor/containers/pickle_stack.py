@@ -18,6 +18,8 @@ class Limits:
     num_opcodes: int = 20_000_000
     """Together with the cheapest object of 64 bytes this bounds memory to about a gigabyte."""
     num_stack: int = 10_000_000
+    num_copied: int = 20_000_000
+    """Elements of all arguments of calls together."""
     num_long_bytes: int = 1024
     """Bytes of one integer: decimal conversion and arithmetic on longer ones would take quadratic time."""
 
@@ -86,6 +88,8 @@ class PickleStack:
         self._builders, self._persistent, self.limits = builders, persistent, limits
         self.opaque: Counter[str] = Counter()
         """Calls and objects of unknown classes, counted by name."""
+        self.work = 0
+        """Elements of arguments handed to calls so far."""
         self.stack: list[Any] = []
         self.memo: dict[int, Any] = {}
 
@@ -94,6 +98,17 @@ class PickleStack:
     def push(self, value: object) -> None:
         """Put a value on the stack."""
         self.stack.append(value)
+
+    def charge(self, num_elements: int) -> None:
+        """Count what calls copy: one large argument in many small calls would cost unbounded memory."""
+        self.work += num_elements
+        if self.work > self.limits.num_copied:
+            raise LimitError(f"its pickle makes calls with more than {self.limits.num_copied} elements in all")
+
+    def check_integer(self, length: int) -> None:
+        """Refuse an integer of more bytes or digits than any checkpoint holds."""
+        if length > self.limits.num_long_bytes:
+            raise LimitError(f"its pickle holds an integer of {length} bytes or digits")
 
     def pop_to_mark(self) -> list[Any]:
         """Take everything above the last mark off the stack, and the mark."""
@@ -117,6 +132,7 @@ class PickleStack:
         """Make a known value, or an :class:`Opaque` that says what would have been called."""
         if not isinstance(arguments, tuple):
             raise TypeError("a call without an argument tuple")
+        self.charge(sum(len(a) for a in arguments if isinstance(a, (tuple, list, dict, set, frozenset, str, bytes))))
         name = str(maker) if isinstance(maker, Global) else "an object that is no class"
         builder = self._builders.get(name)
         if builder is None:

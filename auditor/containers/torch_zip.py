@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
-from auditor.containers.pickle_machine import Builder, Global, Opaque, PickleMachine, hashable
+from auditor.containers.pickle_machine import Builder, Global, Limits, Opaque, PickleMachine, hashable
 from auditor.containers.zip_directory import Member, read_directory
 from auditor.model.dtype import DTYPES, DType
 from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
@@ -23,6 +23,9 @@ MAX_DIMS = 64
 MAX_EXPANSION = 64
 """A view may show each stored element this many times on average (stride 0). Beyond it a few stored bytes would cost
 unbounded reading time."""
+
+LIMITS = Limits()
+LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 
 _STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -102,6 +105,7 @@ def read_torch_file(handle: Handle) -> TorchFile:
         UnsupportedError: big-endian data.
         StorageError: storage failed.
     """
+    _refuse_legacy(handle)
     members = read_directory(handle)
     pickled = next((name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")), None)
     if pickled is None:
@@ -111,6 +115,8 @@ def read_torch_file(handle: Handle) -> TorchFile:
         order = members.get(f"{root}/byteorder")
         if order and read_bytes(handle, order.offset, min(order.num_bytes, 16)).strip() == b"big":
             raise UnsupportedError("its tensors are big-endian")
+        if members[pickled].num_bytes > LIMITS.num_bytes:
+            raise LimitError(f"its pickle has {members[pickled].num_bytes} bytes, at most {LIMITS.num_bytes} are read")
         data = read_bytes(handle, members[pickled].offset, members[pickled].num_bytes)
     except ShortReadError as error:
         raise DamagedError(f"the file ends before its own records do ({error})") from error
@@ -118,6 +124,13 @@ def read_torch_file(handle: Handle) -> TorchFile:
     machine = PickleMachine(tensors.builders(), tensors.storage)
     tree = machine.load(data)
     return TorchFile(handle.entry, root, tree, dict(machine.opaque))
+
+
+def _refuse_legacy(handle: Handle) -> None:
+    """Files of torch before 1.6: a sound format, but not this one. They begin with a pickled magic number."""
+    head = read_bytes(handle, 0, min(len(LEGACY_MAGIC), handle.entry.num_bytes))
+    if head == LEGACY_MAGIC:
+        raise UnsupportedError("it is a torch file of the form before torch 1.6, which is not read yet")
 
 
 class _Tensors:
@@ -131,14 +144,16 @@ class _Tensors:
             "torch._utils._rebuild_tensor_v2": self.tensor,
             "torch._utils._rebuild_tensor_v3": self.tensor,
             "torch._utils._rebuild_parameter": lambda arguments: arguments[0],
+            "torch._utils._rebuild_parameter_with_state": lambda arguments: arguments[0],
             "torch._tensor._rebuild_from_type_v2": self.subclass,
             "torch.Size": lambda arguments: tuple(arguments[0]),
-            "_codecs.encode": lambda arguments: str(arguments[0]).encode("latin-1"),
+            "_codecs.encode": lambda arguments: _as_bytes(arguments[0]),
         }
         for module in ("builtins", "__builtin__"):
+            known[f"{module}.bytes"] = lambda arguments: _as_bytes(arguments[0]) if arguments else b""
             known[f"{module}.set"] = lambda arguments: set(map(hashable, arguments[0] if arguments else ()))
             known[f"{module}.complex"] = lambda arguments: complex(*map(float, arguments[:2]))
-            known[f"{module}.bytearray"] = lambda arguments: b"" if not arguments else bytes(_as_bytes(arguments[0]))
+            known[f"{module}.bytearray"] = lambda arguments: _as_bytes(arguments[0]) if arguments else b""
         known["collections.OrderedDict"] = _ordered_dict
         return known
 
@@ -155,7 +170,8 @@ class _Tensors:
 
     def subclass(self, arguments: tuple[Any, ...]) -> object:
         maker, kind, inner, _state = arguments
-        if isinstance(maker, Global) and str(kind) in ("torch.Tensor", "torch._tensor.Tensor"):
+        plain = isinstance(kind, Global) and kind.module in ("torch", "torch._tensor") and kind.name == "Tensor"
+        if isinstance(maker, Global) and plain:
             builder = self.builders().get(str(maker))
             if builder is not None and isinstance(inner, tuple):
                 return builder(inner)

@@ -84,16 +84,18 @@ def _locate(handle: Handle, size: int) -> tuple[int, int, int]:
     limit = end
     if at >= _LOCATOR.size and tail[at - _LOCATOR.size : at][:4] == b"PK\x06\x07":
         _, _, end64, _ = _LOCATOR.unpack_from(tail, at - _LOCATOR.size)
-        if end64 + _END64.size > end:
-            raise DamagedError(f"its zip64 end record is said to begin at byte {end64}, beyond the end record")
+        if end64 + _END64.size != end - _LOCATOR.size:
+            raise DamagedError(f"its zip64 end record is said to begin at byte {end64}, not right before its locator")
         record = _END64.unpack(read_bytes(handle, end64, _END64.size))
         if record[0] != b"PK\x06\x06":
             raise DamagedError(f"no zip64 end record at byte {end64}, where its locator points")
         count, length, start, limit = record[7], record[8], record[9], end64
     elif _UNSET32 in (length, start) or count == _UNSET16:
         raise DamagedError("its end record refers to a zip64 record that is not there")
-    if start + length > limit:
-        raise DamagedError(f"its directory is said to lie at bytes {start} to {start + length}, beyond byte {limit}")
+    if start + length != limit:
+        raise DamagedError(
+            f"its directory is said to lie at bytes {start} to {start + length}, it ends at byte {limit}"
+        )
     return start, length, count
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from auditor.invariants.registry import Invariant, Needs
-from auditor.model.catalog import Catalog, FileState, ProblemKind, Scalar
+from auditor.model.catalog import WITHHELD, Catalog, FileState, ProblemKind, Scalar
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.run import Commit, RunState, StepEvidence, StepState
 
@@ -18,7 +18,7 @@ def base_name(path: str) -> str:
 
 def _files_in_state(catalog: Catalog, state: FileState) -> Judgement:
     bad = [file for file in catalog.files if file.state is state]
-    unreadable = tuple(base_name(file.name) for file in catalog.files if file.state is FileState.UNREADABLE)
+    unreadable = tuple(base_name(file.name) for file in catalog.files if file.state in WITHHELD)
     violations = tuple(
         Violation(
             base_name(file.name),

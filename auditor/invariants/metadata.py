@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from auditor.invariants.integrity import base_name
 from auditor.invariants.registry import Invariant
-from auditor.model.catalog import FileState, ProblemKind
+from auditor.model.catalog import WITHHELD, FileState, ProblemKind
 from auditor.model.finding import Judgement, Location, Severity, Violation
 from auditor.model.run import StepEvidence
 
 
 def _judge(evidence: StepEvidence, *kinds: ProblemKind) -> Judgement:
     catalog = evidence.catalog
-    lost = frozenset(file.name for file in catalog.files if file.state is not FileState.PRESENT)
+    lost = frozenset(file.name for file in catalog.files if file.state in (FileState.MISSING, FileState.DAMAGED))
+    withheld = any(file.state in WITHHELD for file in catalog.files)
+    undetermined = []
     by_name = {tensor.name: tensor for tensor in catalog.tensors}
     violations = []
     for problem in catalog.problems:
         if problem.kind not in kinds:
+            continue
+        if problem.kind is ProblemKind.UNPLACED and withheld:
+            # What would place it may be in the file that storage did not give.
+            undetermined.append(base_name(problem.file))
             continue
         tensor = by_name.get(problem.tensor)
         location = Location(
@@ -28,7 +34,8 @@ def _judge(evidence: StepEvidence, *kinds: ProblemKind) -> Judgement:
         violations.append(Violation(subject, (location,), message, explained_by=explained))
     bad = {violation.locations[0].file for violation in violations}
     present = [file for file in catalog.files if file.state is FileState.PRESENT and file.name not in bad]
-    return Judgement(len(present), tuple(violations))
+    reason = "storage did not let the file be read that would tell"
+    return Judgement(len(present), tuple(violations), {reason: tuple(undetermined)} if undetermined else {})
 
 
 def ranks_agree(evidence: StepEvidence) -> Judgement:

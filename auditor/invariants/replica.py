@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from auditor.invariants.registry import Invariant, Needs
-from auditor.model.catalog import Catalog, FileState, Role, Tensor
+from auditor.model.catalog import WITHHELD, Catalog, FileState, Role, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
 from auditor.model.observation import Difference, Observations, ReplicaGroup, replica_groups
@@ -49,7 +49,7 @@ def _why_incomplete(evidence: StepEvidence, group: ReplicaGroup) -> str:
     states = {catalog.file_of(row).state for row in catalog.rows_by_tensor.get(group.tensor, [])}
     if FileState.MISSING in states or FileState.DAMAGED in states:
         return "a replica is lost with its file"
-    if FileState.UNREADABLE in states or evidence.observations.failures:
+    if states & WITHHELD or evidence.observations.failures:
         return "storage did not give a replica's bytes"
     return evidence.unread or "a replica was not read"
 

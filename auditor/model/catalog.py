@@ -70,6 +70,11 @@ class FileState(enum.Enum):
     MISSING = "missing"
     DAMAGED = "damaged"
     UNREADABLE = "unreadable"
+    CHANGED = "changed while it was read"
+
+
+WITHHELD = frozenset({FileState.UNREADABLE, FileState.CHANGED})
+"""States that say nothing about the checkpoint, only that the auditor could not do its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +257,13 @@ class PiecesBuilder:
         self, tensor: int, file: int, offset: int, region: Region, coordinate: Coordinate,
         *, replica: int = 0, key: str = "", strides: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        """Add one piece. ``strides`` (elements) may be left out where they are C order of the region's shape."""
+        """Add one piece. ``strides`` (elements) may be left out where they are C order of the region's shape.
+
+        Raises:
+            ValueError: strides of a flat range, whose elements must lie without gaps.
+        """
+        if isinstance(region, FlatRange) and strides is not None and tuple(strides) != (1,):
+            raise ValueError("the elements of a flat range lie without gaps")
         column = self._columns
         pool = column["pool"]
         column["tensor"].append(tensor)

@@ -113,10 +113,14 @@ def global_shape(local: tuple[int, ...], placement: Placement, mesh: Mesh) -> tu
     return tuple(shape)
 
 
-def local_box(local: tuple[int, ...], placement: Placement, coordinate: Coordinate) -> Box:
-    """Where the part of shape ``local`` held at ``coordinate`` lies in the whole tensor."""
-    start = [0] * len(local)
+def local_box(local: tuple[int, ...], placement: Placement, mesh: Mesh, coordinate: Coordinate) -> Box:
+    """Where the part of shape ``local`` held at ``coordinate`` lies in the whole tensor.
+
+    Several axes that cut one dim are nested in the order of ``placement``, the first outermost.
+    """
+    number = [0] * len(local)
     for axis, how in placement.items():
         if isinstance(how, Shard):
-            start[how.dim] += coordinate.as_dict().get(axis, 0) * local[how.dim]
-    return Box(tuple(start), tuple(a + n for a, n in zip(start, local, strict=True)))
+            number[how.dim] = number[how.dim] * mesh.degree(axis) + coordinate.as_dict().get(axis, 0)
+    start = tuple(k * n for k, n in zip(number, local, strict=True))
+    return Box(start, tuple(a + n for a, n in zip(start, local, strict=True)))

@@ -19,16 +19,22 @@ def to_float64(bits: NDArray[np.unsignedinteger], dtype: DType) -> NDArray[np.fl
         values: NDArray[np.float64] = float8_values(dtype)[bits]
         return values
     if dtype.name == "bfloat16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+        return _widened((bits.astype(np.uint32) << np.uint32(16)).view(np.float32))
     width = bits.dtype.itemsize
     if dtype.kind in (Kind.FLOAT, Kind.COMPLEX):
-        return np.ascontiguousarray(bits).view(f"<f{width}").astype(np.float64)
+        return _widened(np.ascontiguousarray(bits).view(f"<f{width}"))
     if dtype.kind is Kind.SIGNED and dtype.bits >= 8:
         return np.ascontiguousarray(bits).view(f"<i{width}").astype(np.float64)
     if dtype.kind is Kind.SIGNED:
         half = 1 << (dtype.bits - 1)
         return ((bits.astype(np.int64) ^ half) - half).astype(np.float64)
     return bits.astype(np.float64)
+
+
+def _widened(values: NDArray[np.floating]) -> NDArray[np.float64]:
+    # Widening a signalling NaN raises the invalid flag; numpy's warning would end up on the user's terminal.
+    with np.errstate(invalid="ignore"):
+        return values.astype(np.float64)
 
 
 @lru_cache(maxsize=32)

@@ -150,12 +150,10 @@ class _Tally:
         """Take in the differing elements."""
         a, b = to_float64(one, dtype), to_float64(other, dtype)
         both_nan = nan_mask(one, dtype) & nan_mask(other, dtype)
-        self.num_equal += int(np.count_nonzero((a == b) | both_nan))
-        with np.errstate(invalid="ignore"):
-            gap = np.abs(a - b)
-        # inf - inf and anything with NaN is no distance; it counts as differing without a size.
-        gap = gap[np.isfinite(gap)]
-        self.max_difference = max(self.max_difference, float(gap.max(initial=0.0)))
+        if dtype.kind in (Kind.FLOAT, Kind.COMPLEX):
+            # Integers with other bits are other numbers, whatever float64 makes of them.
+            self.num_equal += int(np.count_nonzero((a == b) | both_nan))
+        self.max_difference = max(self.max_difference, _largest_gap(one, other, dtype))
         if self.max_ulps >= 0:
             steps = (
                 ordered(one, dtype).astype(object) - ordered(other, dtype)
@@ -173,6 +171,19 @@ class _Tally:
             place, reference, self.num_differ, self.num_compared, self.num_bits, self.max_difference, relative,
             self.max_ulps, self.num_equal, tuple(map(int, first)), tuple(equal),
         )  # fmt: skip
+
+
+def _largest_gap(one: NDArray[np.unsignedinteger], other: NDArray[np.unsignedinteger], dtype: DType) -> float:
+    """Max |a - b| over elements that are finite on both sides; anything else differs without a size."""
+    if dtype.kind in (Kind.SIGNED, Kind.UNSIGNED) and dtype.bits == 64:
+        # Exact: float64 would round both sides first. Subtraction of the smaller one never wraps.
+        kind = "<i8" if dtype.kind is Kind.SIGNED else "<u8"
+        a, b = np.ascontiguousarray(one).view(kind), np.ascontiguousarray(other).view(kind)
+        return float((np.maximum(a, b).view("<u8") - np.minimum(a, b).view("<u8")).max(initial=0))
+    a, b = to_float64(one, dtype), to_float64(other, dtype)
+    finite = np.isfinite(a) & np.isfinite(b)
+    with np.errstate(over="ignore"):
+        return float(np.abs(a[finite] - b[finite]).max(initial=0.0))
 
 
 def _largest(bits: NDArray[np.unsignedinteger], dtype: DType) -> float:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from auditor.model.catalog import Catalog, File, FileState, Piece, Role, Tensor, c_strides
+from auditor.model.catalog import WITHHELD, Catalog, File, FileState, Piece, Role, Tensor, c_strides
 from auditor.model.dtype import Kind
 from auditor.model.observation import OBSERVED, Observations, Read
 from auditor.model.region import Box, FlatRange
 from auditor.observe.digest import add, digest_array
 from auditor.observe.statistics import Statistics, statistics
-from auditor.storage.store import Handle, ObjectMissingError, ShortReadError, StorageError, Store
+from auditor.storage.store import Entry, Handle, ObjectMissingError, ShortReadError, StorageError, Store, changed_since
 from auditor.storage.strided import read_slab, slabs, view
 
 BUFFER_BYTES = 1 << 20
@@ -53,9 +53,9 @@ class UnitResult:
 
 
 def wanted_rows(catalog: Catalog, *, only_replicated: bool) -> NDArray[np.int64]:
-    """Pieces to read: never padding, which is uninitialised memory in healthy runs."""
+    """Pieces to read: never padding (uninitialised memory in healthy runs) nor packed elements (no kernels yet)."""
     wanted = np.array([
-        tensor.role is not Role.PADDING and (not only_replicated or len(replicas) > 1)
+        tensor.role is not Role.PADDING and tensor.dtype.bits >= 8 and (not only_replicated or len(replicas) > 1)
         for tensor, replicas in zip(catalog.tensors, catalog.replicas, strict=True)
     ], bool)  # fmt: skip
     return np.flatnonzero(wanted[catalog.pieces.tensor]) if len(catalog.pieces) else np.zeros(0, np.int64)
@@ -110,7 +110,7 @@ class _Unit:
         file = self.catalog.files[number]
         result = UnitResult(rows, np.zeros(len(rows), OBSERVED))
         if file.state is not FileState.PRESENT:
-            result.observed["read"] = Read.FAILED if file.state is FileState.UNREADABLE else Read.LOST
+            result.observed["read"] = Read.FAILED if file.state in WITHHELD else Read.LOST
             result.failure = file.detail
             return result
         try:
@@ -121,24 +121,27 @@ class _Unit:
             gone = isinstance(error, (ShortReadError, ObjectMissingError))
             result.observed["read"][undone] = Read.LOST if gone else Read.FAILED
             result.failure = str(error)
-        result.changed = result.changed or self.differs(file)
+        result.changed = result.changed or changed_since(
+            self.store, file.name, Entry(file.name, False, 0, file.identity)
+        )
         return result
 
     def read(self, handle: Handle, file: File, rows: NDArray[np.int64], result: UnitResult) -> None:
         result.changed = handle.entry.identity != file.identity
         for window in _windows(self.catalog, rows):
-            members = [self.catalog.pieces[int(rows[at])] for at in window]
-            measure = _Window(handle, [self.catalog.tensors[piece.tensor] for piece in members], members)
-            for at, observed in zip(window, measure.run(), strict=True):
-                result.observed[at] = observed
-            result.num_bytes_read += measure.num_bytes_read
+            try:
+                self.measure(handle, window, rows, result)
+            except ShortReadError:
+                # What lies before the end is there all the same.
+                for at in window:
+                    self.measure(handle, [at], rows, result)
 
-    def differs(self, file: File) -> bool:
-        """Whether the file is another one now than when it was listed."""
-        try:
-            return self.store.stat(file.name).identity != file.identity
-        except StorageError:
-            return True
+    def measure(self, handle: Handle, window: list[int], rows: NDArray[np.int64], result: UnitResult) -> None:
+        members = [self.catalog.pieces[int(rows[at])] for at in window]
+        measure = _Window(handle, [self.catalog.tensors[piece.tensor] for piece in members], members)
+        for at, observed in zip(window, measure.run(), strict=True):
+            result.observed[at] = observed
+        result.num_bytes_read += measure.num_bytes_read
 
 
 def _extent(tensor: Tensor, piece: Piece) -> int:
@@ -156,7 +159,8 @@ def _windows(catalog: Catalog, rows: NDArray[np.int64]) -> Iterator[list[int]]:
     for at, row in enumerate(rows.tolist()):
         piece = catalog.pieces[row]
         stop = piece.offset + _extent(catalog.tensors[piece.tensor], piece)
-        if window and (max(end, stop) - start > BUFFER_BYTES or piece.offset - end > MAX_GAP_BYTES):
+        same = window and (piece.offset, stop) == (start, end)
+        if window and not same and (max(end, stop) - start > BUFFER_BYTES or piece.offset - end > MAX_GAP_BYTES):
             yield window
             window = []
         if not window:
@@ -165,6 +169,10 @@ def _windows(catalog: Catalog, rows: NDArray[np.int64]) -> Iterator[list[int]]:
         end = max(end, stop)
     if window:
         yield window
+
+
+_Place = tuple[int, tuple[int, ...], tuple[int, ...], str]
+"""Offset, shape, strides and carrier: what makes two pieces the same bytes seen alike."""
 
 
 @dataclass(slots=True)
@@ -181,7 +189,7 @@ class _Window:
         extents = [_extent(tensor, piece) for tensor, piece in zip(self.tensors, self.pieces, strict=True)]
         end = max(piece.offset + extent for piece, extent in zip(self.pieces, extents, strict=True))
         if end - start > BUFFER_BYTES:
-            return [self.in_slabs(t, p) for t, p in zip(self.tensors, self.pieces, strict=True)]
+            return self.in_slabs()
         buffer = _buffer()
         self.handle.read_into(start, memoryview(buffer)[: end - start])
         self.num_bytes_read += end - start
@@ -196,15 +204,21 @@ class _Window:
             rows.append(total.row())
         return rows
 
-    def in_slabs(self, tensor: Tensor, piece: Piece) -> tuple[object, ...]:
-        total = _Total(tensor, piece)
-        carrier = np.dtype(tensor.dtype.carrier)
-        shape, strides = total.stored_shape_and_strides()
-        for slab in slabs(shape, strides, BUFFER_BYTES // carrier.itemsize):
-            bits = read_slab(self.handle, slab, strides, piece.offset, carrier, _buffer())
-            self.num_bytes_read += slab.span * carrier.itemsize
-            total.take(slab.start, bits)
-        return total.row()
+    def in_slabs(self) -> list[tuple[object, ...]]:
+        """A large piece, or several that are the same bytes seen alike (tied tensors), slab by slab."""
+        totals = [_Total(tensor, piece) for tensor, piece in zip(self.tensors, self.pieces, strict=True)]
+        alike: dict[_Place, list[_Total]] = {}
+        for total in totals:
+            shape, strides = total.stored_shape_and_strides()
+            alike.setdefault((total.piece.offset, shape, strides, total.tensor.dtype.carrier), []).append(total)
+        for (offset, shape, strides, kind), members in alike.items():
+            carrier: np.dtype[np.unsignedinteger] = np.dtype(kind)
+            for slab in slabs(shape, strides, BUFFER_BYTES // carrier.itemsize):
+                bits = read_slab(self.handle, slab, strides, offset, carrier, _buffer())
+                self.num_bytes_read += slab.span * carrier.itemsize
+                for total in members:
+                    total.take(slab.start, bits)
+        return [total.row() for total in totals]
 
 
 class _Total:

@@ -55,7 +55,7 @@ def _of_values(values: NDArray[np.float64]) -> Statistics:
     finite = values[~(nan | infinite)] if nan.any() or infinite.any() else values
     return Statistics(
         int(nan.sum()), int(infinite.sum()), int((values == 0).sum()),
-        float(numbers.min(initial=math.inf)), float(numbers.max(initial=-math.inf)), _squares(finite),
+        float(numbers.min(initial=math.inf)) + 0.0, float(numbers.max(initial=-math.inf)) + 0.0, _squares(finite),
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ class LocalStore:
         try:
             with os.scandir(self._path(folder)) as found:
                 names = [item.name for item in found]
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise _explained(error, folder or self._root) from error
         for name in names:
             try:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from auditor.storage.store import Entry, Handle, Store, TransientReadError
+
+T = TypeVar("T")
 
 
 class RetryingStore:
@@ -21,18 +24,28 @@ class RetryingStore:
         """Where the wrapped store is."""
         return self.inner.location
 
+    def again(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns; the last failure is raised when all attempts are used up."""
+        for attempt in range(self.num_attempts - 1):
+            try:
+                return action()
+            except TransientReadError:
+                time.sleep(self.first_wait_seconds * 2**attempt)
+        return action()
+
     def list(self, folder: str) -> Iterator[Entry]:
-        """As the wrapped store."""
-        return self.inner.list(folder)
+        """As the wrapped store, whole: a listing that fails half way begins anew."""
+        return iter(self.again(lambda: [*self.inner.list(folder)]))
 
     def stat(self, name: str) -> Entry:
         """As the wrapped store."""
-        return self.inner.stat(name)
+        return self.again(lambda: self.inner.stat(name))
 
     @contextmanager
     def open(self, name: str) -> Iterator[Handle]:
         """Open an object whose reads are tried again."""
-        with self.inner.open(name) as handle:
+        with ExitStack() as stack:
+            handle = self.again(lambda: stack.enter_context(self.inner.open(name)))
             yield RetryingHandle(handle, self)
 
 
@@ -49,12 +62,5 @@ class RetryingHandle:
         return self.inner.entry
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer``; the last failure is raised when all attempts are used up."""
-        for attempt in range(self.store.num_attempts):
-            try:
-                self.inner.read_into(offset, buffer)
-                return
-            except TransientReadError:
-                if attempt + 1 == self.store.num_attempts:
-                    raise
-                time.sleep(self.store.first_wait_seconds * 2**attempt)
+        """Fill ``buffer``."""
+        self.store.again(lambda: self.inner.read_into(offset, buffer))

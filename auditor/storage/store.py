@@ -100,6 +100,18 @@ def base_name(name: str) -> str:
     return posixpath.basename(name)
 
 
+def changed_since(store: Store, name: str, known: Entry | None) -> bool:
+    """Whether an object is another one now, or gone. False where storage does not say."""
+    if known is None:
+        return False
+    try:
+        return store.stat(name).identity != known.identity
+    except ObjectMissingError:
+        return True
+    except StorageError:
+        return False
+
+
 def read_bytes(handle: Handle, offset: int, num_bytes: int) -> bytes:
     """A small range as bytes: headers, metadata. Weights go into reused buffers instead."""
     buffer = bytearray(num_bytes)

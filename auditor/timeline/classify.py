@@ -60,11 +60,11 @@ def _is_noise(location: Location) -> bool:
 
 
 def _grows(measured: Sequence[Location]) -> bool:
-    """Whether some tensor's difference in one role is at a later step at least twice what it was at its first."""
-    first: dict[tuple[str, Role | None], float] = {}
+    """Whether some replica's difference is at a later step at least twice what it was at its first."""
+    first: dict[object, float] = {}
     for location in sorted(measured, key=lambda x: x.step):
         size = location.max_abs_difference or 0.0
-        begun = first.setdefault((location.tensor, location.role), size)
+        begun = first.setdefault((location.tensor, location.role, location.coordinate), size)
         if size >= GROWS * begun > 0:
             return True
     return False

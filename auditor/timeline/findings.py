@@ -131,12 +131,12 @@ def _fault_key(invariant: Invariant, history: Mapping[int, Sequence[Violation]])
 
 def _finest(partitions: Sequence[tuple[tuple[Coordinate, ...], ...]]) -> frozenset[frozenset[Coordinate]]:
     """The classes into which all the partitions together cut the coordinates."""
-    signature: dict[Coordinate, list[int]] = defaultdict(list)
-    for partition in partitions:
+    signature: dict[Coordinate, list[tuple[int, int]]] = defaultdict(list)
+    for position, partition in enumerate(partitions):
         for number, members in enumerate(partition):
             for place in members:
-                signature[place].append(number)
-    classes: dict[tuple[int, ...], set[Coordinate]] = defaultdict(set)
+                signature[place].append((position, number))
+    classes: dict[tuple[tuple[int, int], ...], set[Coordinate]] = defaultdict(set)
     for place, numbers in signature.items():
         classes[tuple(numbers)].add(place)
     return frozenset(frozenset(members) for members in classes.values())
@@ -148,6 +148,8 @@ def _marks(fault: _Fault, steps: Mapping[int, StepJudgements]) -> dict[int, Mark
     for step, judgements in steps.items():
         judgement = judgements.get(fault.invariant.id, Judgement())
         lost = {name for names in judgement.undetermined.values() for name in names} - judgement.held
+        # What became a consequence of something else in this step is no good news either.
+        lost |= {violation.subject for violation in judgement.violations}
         if step in fault.violations:
             marks[step] = Mark.BAD
         elif judgement.num_holds and not fault.subjects & lost:
@@ -165,8 +167,8 @@ def _finding(fault: _Fault, steps: Mapping[int, StepJudgements]) -> Finding:
     kind = classify(locations) if violations[0].sides else None
     severity = SEVERITIES[kind] if kind else invariant.severity
     stated = [violation.severity for violation in violations if violation.severity is not None]
-    if kind is DifferenceClass.BUFFERS and not stated:
-        severity = Severity.ERROR
+    if kind is DifferenceClass.BUFFERS or (kind is None and stated):
+        severity = max(stated, default=Severity.ERROR)
     minority = {place for violation in violations for place in violation.minority}
     return Finding(
         invariant.id, invariant.name, severity, _message(fault, locations), invariant.hint, locations, found, kind,

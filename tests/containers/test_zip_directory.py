@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from auditor.containers.damage import DamagedError, LimitError
@@ -15,6 +15,7 @@ from auditor.containers.zip_directory import MAX_DIRECTORY_BYTES, Member, read_d
 from auditor.storage.memory import MemoryStore
 from auditor.storage.store import Entry
 
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed_pipeline"
 SMALL = FIXTURES / "tp4" / "global_step6" / "layer_06-model_00-model_states.pt"
 
@@ -108,7 +109,7 @@ def test_torch_files_read_as_zipfile_reads_them(tmp_path, to_file):
 
 @given(st.dictionaries(st.text(min_size=1, max_size=40).filter(lambda s: s.isprintable()), st.binary(max_size=300)),
        st.binary(max_size=50), st.booleans(), st.booleans())  # fmt: skip
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
 def test_stored_zip_files_read_as_zipfile_reads_them(content, comment, wide, streamed):
     comment = comment.replace(b"PK", b"..")
     target = io.BytesIO()
@@ -397,7 +398,7 @@ def test_locator_that_points_nowhere_is_damage(at):
 
 
 @given(st.binary(max_size=400), st.sampled_from([b"", b"PK\3\4", b"PK\1\2"]), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
 def test_random_bytes_read_or_are_damage(noise, head, ended):
     content = head + noise + (end(1, len(noise), len(head)) if ended else b"")
     try:
@@ -409,7 +410,7 @@ def test_random_bytes_read_or_are_damage(noise, head, ended):
 
 
 @given(st.lists(st.tuples(st.integers(0, SMALL.stat().st_size - 1), st.integers(0, 255)), min_size=1, max_size=4))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, suppress_health_check=SLOW)
 def test_changed_bytes_of_a_real_file_read_or_are_damage(changes):
     content = bytearray(SMALL.read_bytes())
     for at, byte in changes:

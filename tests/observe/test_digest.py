@@ -310,6 +310,25 @@ def test_flat_partitions_of_column_parts_add_up():
     assert total == whole_digest(bits, FLOAT32)
 
 
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "uint8", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize(
+    ("shape", "start", "box"),
+    [
+        ((40, 4096), (1, 2040), (36, 20)),  # all rows begin at one place of a block and cross its border
+        ((40, 4096), (0, 4000), (40, 96)),
+        ((64, 256), (3, 8), (60, 120)),  # at few places
+        ((64, 512, 4), (0, 508, 0), (64, 4, 4)),
+        ((70, 260), (0, 4), (70, 16)),  # at nearly as many places as there are rows
+        ((9, 3, 2048), (0, 1, 1024), (9, 2, 1024)),
+    ],
+)
+def test_many_short_rows(name, shape, start, box):
+    dtype = DTYPES[name]
+    bits = random_bits(dtype, box)
+    expected = plain_digest(elements_of(bits.tobytes(), dtype.bits), dtype.bits, plain_indices(shape, start, box))
+    assert box_digest(bits, dtype, shape, start) == expected
+
+
 def test_rows_far_apart_need_no_table_of_the_blocks_between():
     shape = (1 << 20, 1 << 22)
     bits = random_bits(BFLOAT16, (3, 5))

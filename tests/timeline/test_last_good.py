@@ -1,0 +1,85 @@
+import pytest
+
+from auditor.model.finding import Finding, Judgement, Location, Severity, Violation
+from auditor.model.run import Commit, StepState
+from auditor.timeline.last_good import bad_steps, last_good
+
+HOLDS = Judgement(5)
+ALL_HOLD = {"INT001": HOLDS, "INT002": HOLDS, "COV001": HOLDS, "REP001": HOLDS}
+UNKNOWN = Judgement(undetermined={"stored once": ("a",)})
+
+
+def state(step, **more):
+    return StepState(step, f"global_step{step}", "made-up", more.pop("whole", True), **more)
+
+
+def finding(*steps, severity=Severity.ERROR, waived=False):
+    return Finding(
+        "REP001", "replicas-differ", severity, "", "", tuple(Location(step) for step in steps), waived=waived
+    )
+
+
+def chosen(steps, *found, states=None, fail_on=Severity.ERROR, strict=False, serious=frozenset()):
+    states = [state(step) for step in steps] if states is None else states
+    good = last_good(states, steps, found, fail_on, serious=serious, strict=strict)
+    return good.step if good else None
+
+
+def test_the_newest_step_is_good_if_nothing_is_wrong():
+    assert chosen({1: ALL_HOLD, 2: ALL_HOLD}) == 2
+
+
+def test_findings_in_newer_steps_make_an_older_one_the_last_good():
+    assert chosen({1: ALL_HOLD, 2: ALL_HOLD, 3: ALL_HOLD}, finding(2, 3)) == 1
+    assert chosen({1: ALL_HOLD, 2: ALL_HOLD}, finding(1, 2)) is None
+
+
+def test_a_healed_fault_leaves_the_newest_step_good():
+    assert chosen({1: ALL_HOLD, 2: ALL_HOLD, 3: ALL_HOLD}, finding(2)) == 3
+
+
+def test_findings_below_the_threshold_and_waived_ones_do_not_count():
+    steps = {1: ALL_HOLD, 2: ALL_HOLD}
+    assert chosen(steps, finding(2, severity=Severity.WARNING)) == 2
+    assert chosen(steps, finding(2, severity=Severity.WARNING), fail_on=Severity.WARNING) == 1
+    assert chosen(steps, finding(2, waived=True)) == 2
+
+
+def test_bad_steps_are_those_with_locations():
+    assert bad_steps([finding(2, 5), finding(7, severity=Severity.NOTE), finding(9, waived=True)], Severity.ERROR) == {
+        2,
+        5,
+    }
+
+
+@pytest.mark.parametrize("unfit", [{"whole": False}, {"commit": Commit.UNCOMMITTED}, {"commit": Commit.IN_PROGRESS}])
+def test_only_whole_committed_steps_are_good(unfit):
+    assert chosen({1: ALL_HOLD, 2: ALL_HOLD}, states=[state(1), state(2, **unfit)]) == 1
+
+
+def test_a_step_that_was_not_judged_is_not_good():
+    assert chosen({1: ALL_HOLD}, states=[state(1), state(2)]) == 1
+
+
+@pytest.mark.parametrize("needed", ["INT001", "INT002", "COV001"])
+def test_integrity_and_coverage_must_be_determined(needed):
+    unknown = {**ALL_HOLD, needed: UNKNOWN}
+    unasked = {key: judgement for key, judgement in ALL_HOLD.items() if key != needed}
+    assert chosen({1: ALL_HOLD, 2: unknown}) == 1
+    assert chosen({1: ALL_HOLD, 2: unasked}) == 1
+
+
+def test_other_families_may_be_undetermined_unless_strict():
+    steps = {1: ALL_HOLD, 2: {**ALL_HOLD, "REP001": UNKNOWN}}
+    assert chosen(steps) == 2
+    assert chosen(steps, strict=True) == 1
+
+
+def test_serious_violations_count_although_no_finding_was_made_of_them():
+    torn = {**ALL_HOLD, "INT002": Judgement(4, (Violation("x.pt", (Location(2, "x.pt"),)),))}
+    assert chosen({1: ALL_HOLD, 2: torn}, serious=frozenset({"INT002"})) == 1
+    assert chosen({1: ALL_HOLD, 2: torn}) == 2
+
+
+def test_no_steps():
+    assert chosen({}) is None
