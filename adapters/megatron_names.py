@@ -105,7 +105,7 @@ def _by_formula(rule: Rule, local: tuple[int, ...], degree: int, sizes: Sizes) -
         full = sizes.of(term)
         cut = isinstance(rule.placement, Shard) and rule.placement.dim == dim
         # A gated first projection is two halves on every rank: without its size it can't be told from a plain one.
-        if full is None and (not cut or term == "ffn"):
+        if full is None and (not cut or (term == "ffn" and dim == 0)):
             return Placed(None, f"no size is recorded to hold its dim {dim} against")
         if full is not None and stored * (degree if cut else 1) != full:
             return Placed(None, f"dim {dim} is stored as {stored}; its name and the recorded sizes imply "

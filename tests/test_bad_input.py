@@ -108,15 +108,13 @@ def test_all_files_of_a_kind_missing(run, kind):
     assert {place["file"].split("/")[1] for place in the("INT001", report)["locations"]} == {path.name for path in gone}
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a tied module's layer is known from its files alone, so that all may go unnoticed"
-)
 def test_all_files_of_the_tied_embedding_missing(run):
     for path in (run / "global_step6").glob("layer_01-*"):
         path.unlink()
     report = report_on(run)
     assert report["exit_code"] == VIOLATED
-    assert "INT001" in ids(report)
+    assert "tied_modules.embed.word_embeddings" in the("COV001", report)["message"]
+    assert report["last_good_step"] == 3
 
 
 def test_only_one_step_of_several_lacks_a_file(run):
@@ -250,9 +248,6 @@ def test_unreadable_files_of_a_whole_kind_are_no_finding(run, kind):
     assert report.last_good is None
 
 
-@pytest.mark.xfail(
-    strict=True, reason="MET002 says that no file tells the order, though storage withheld the files that do"
-)
 @pytest.mark.parametrize(("source", "kind"), [(TP4, "mp_rank_*"), (TP2_PP2, "mp_rank_0[23]_*")])
 def test_unreadable_model_files_are_no_finding(source, kind):
     code, _, report = result(FaultyStore(LocalStore(source), Faults(denied=f"*/{kind}")))
@@ -338,9 +333,6 @@ def test_file_that_shrinks_while_its_weights_are_read(run):
     assert report.last_good.step == 3
 
 
-@pytest.mark.xfail(
-    strict=True, reason="a file that gets shorter while its directory is read is called damaged, not changed"
-)
 @pytest.mark.parametrize("num_reads", [0, 10])
 def test_file_that_shrinks_while_its_directory_is_read(run, num_reads):
     name = f"global_step6/{LAYER}"

@@ -264,7 +264,6 @@ def test_trailing_bytes_are_damage():
         directory_of(SMALL.read_bytes() + b"\0")
 
 
-@pytest.mark.xfail(strict=True, reason="that nothing lies between directory, zip64 end record and locator is unchecked")
 def test_two_files_one_after_the_other_are_damage():
     with pytest.raises(DamagedError):
         directory_of(SMALL.read_bytes() * 2)
@@ -339,14 +338,14 @@ def test_local_name_that_runs_out_of_the_file_is_damage():
 
 def test_huge_directory_length_claim_is_damage():
     body, entry = local(b"a", b"x"), central(b"a", 1, 0)
-    with pytest.raises(DamagedError, match="beyond byte"):
+    with pytest.raises(DamagedError, match="its directory is said to lie at"):
         directory_of(body + entry + end(1, 0xFFFFFFFE, len(body)))
 
 
 def test_huge_directory_length_claim_in_a_zip64_record_is_damage():
     body, entry = local(b"a", b"x"), central(b"a", 1, 0)
     wide = end64(1, 1 << 63, len(body), len(body + entry))
-    with pytest.raises(DamagedError, match="beyond byte"):
+    with pytest.raises(DamagedError, match="its directory is said to lie at"):
         directory_of(body + entry + wide + end(0xFFFF, 0xFFFFFFFF, 0xFFFFFFFF))
 
 

@@ -13,7 +13,7 @@ from auditor.discovery import discover
 from auditor.storage.local import LocalStore
 from auditor.view.assemble import SourceLostError
 from auditor.view.names import escape, unescape
-from tests.paths import HEALTHY, RUN, TP2_PP2, TP4
+from tests.paths import HEALTHY, RUN, TP2_PP2, TP4, load_expect
 
 STEPS = [(RUN, 50), (TP2_PP2, 6), (TP4, 6)]
 IDS = ["tp2_dp2", "tp2_pp2", "tp4"]
@@ -101,17 +101,6 @@ def part_of(group, catalog, role, name, tp, local):
         slice(tp * n, (tp + 1) * n) if full != n else slice(None) for full, n in zip(tensor.shape, local, strict=True)
     )
     return np.ascontiguousarray(whole[cut])
-
-
-def load_expect():
-    import importlib.util
-
-    from tests.paths import SAMPLE
-
-    spec = importlib.util.spec_from_file_location("expect", SAMPLE / "expect.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_replicas_that_differ_are_marked():

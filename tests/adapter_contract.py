@@ -1,0 +1,226 @@
+"""What every adapter passes. Subclass :class:`AdapterContract`, name the adapter and real checkpoints of its format.
+
+    class TestMine(AdapterContract):
+        adapter = MyAdapter()
+        checkpoints = (FIXTURES / "step100",)
+
+        def framework_arrays(self, path):
+            '''(role, logical name) -> value bits in C order, by the framework's own loader.'''
+
+A package that registers an adapter under the entry-point group ``auditor.adapters`` can run it too: it needs this file
+and ``recording.py`` beside it.
+"""
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+
+from auditor.adapters.adapter import Adapter, Declined, Folder, Match, Options
+from auditor.model.catalog import FileState
+from auditor.model.region import Box, coverage
+from auditor.storage.faulty import Faults, FaultyStore
+from auditor.storage.local import LocalStore
+from auditor.storage.memory import MemoryStore
+from auditor.storage.retrying import RetryingStore
+from auditor.view.assemble import read_box
+from auditor.view.tree import StepNode, run_tree
+from auditor.view.zarr_store import open_group
+from tests.recording import RecordingStore
+
+MAX_TAIL_BYTES = 66_000
+"""What a container may read of a file's end to find its directory."""
+
+
+class AdapterContract:
+    adapter: Adapter
+    checkpoints: tuple[Path, ...]
+    """Folders of single steps, written by the framework."""
+    foreign: tuple[Path, ...] = ()
+    """Folders of other formats, to be declined."""
+
+    def framework_arrays(self, path):
+        """(role, logical name) to the tensor's value bits in C order, by the framework's own loader; some or all."""
+        raise NotImplementedError
+
+    # What the tests below share
+
+    def catalog(self, store, path=""):
+        folder = Folder.read(store, path)
+        match = self.adapter.recognise(store, folder)
+        assert isinstance(match, Match), match
+        return self.adapter.read(store, folder, match, Options())
+
+    @staticmethod
+    def objects(path):
+        return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+    def all_checkpoints(self):
+        assert self.checkpoints, "a contract without checkpoints proves nothing"
+        return self.checkpoints
+
+    @staticmethod
+    def same(left, right):
+        assert left.tensors == right.tensors
+        assert left.replicas == right.replicas
+        assert left.problems == right.problems
+        assert left.scalars == right.scalars
+        for name in (*left.pieces.COLUMNS, "pool"):
+            np.testing.assert_array_equal(getattr(left.pieces, name), getattr(right.pieces, name))
+
+    # Recognition
+
+    def test_recognises_its_own_with_a_reason(self):
+        for path in self.all_checkpoints():
+            match = self.adapter.recognise(LocalStore(path), Folder.read(LocalStore(path), ""))
+            assert isinstance(match, Match)
+            assert match.reason
+            assert match.step >= 0
+
+    def test_declines_what_is_not_its_own_with_a_reason(self, tmp_path):
+        (tmp_path / "empty").mkdir()
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "notes.txt").write_text("no checkpoint")
+        for path in (tmp_path / "empty", tmp_path / "other", *self.foreign):
+            store = LocalStore(path)
+            verdict = self.adapter.recognise(store, Folder.read(store, ""))
+            assert isinstance(verdict, Declined), path
+            assert verdict.reason
+            assert 0 <= verdict.nearness < 1
+
+    def test_says_what_it_looks_for(self):
+        assert self.adapter.name
+        assert self.adapter.looks_for
+
+    # The Catalog
+
+    def test_catalog_is_valid(self):
+        for path in self.all_checkpoints():
+            catalog = self.catalog(LocalStore(path))
+            sizes = {file.name: file.num_bytes for file in catalog.files}
+            assert len(catalog.tensors) == len(catalog.replicas) > 0
+            assert all(file.state is FileState.PRESENT for file in catalog.files)
+            assert not catalog.problems
+            assert len(set(catalog.tensors)) == len(catalog.tensors)
+            for piece in catalog.pieces:
+                tensor, file = catalog.tensors[piece.tensor], catalog.files[piece.file]
+                reach = sum((n - 1) * s for n, s in zip(piece.shape, piece.strides, strict=True)) + 1
+                if 0 not in piece.shape:
+                    assert 0 <= piece.offset <= piece.offset + tensor.dtype.num_bytes(reach) <= sizes[file.name]
+                place = piece.coordinate.along(tensor.replica_axes)
+                assert catalog.replicas[piece.tensor][piece.replica] == place
+                for axis, index in piece.coordinate.indices:
+                    assert 0 <= index < catalog.mesh.degree(axis)
+
+    def test_pieces_tile_every_replica_of_every_tensor(self):
+        for path in self.all_checkpoints():
+            catalog = self.catalog(LocalStore(path))
+            for number, tensor in enumerate(catalog.tensors):
+                for replica in range(len(catalog.replicas[number])):
+                    regions = [catalog.pieces.region(int(row)) for row in catalog.rows_of(number, replica)]
+                    assert coverage(regions, tensor.shape).exact, tensor
+
+    def test_reading_twice_gives_the_same(self):
+        for path in self.all_checkpoints():
+            self.same(self.catalog(LocalStore(path)), self.catalog(LocalStore(path)))
+
+    def test_memory_gives_the_same_as_disk(self):
+        for path in self.all_checkpoints():
+            self.same(self.catalog(LocalStore(path)), self.catalog(MemoryStore(self.objects(path))))
+
+    def test_catalog_can_be_shipped_to_workers(self):
+        catalog = self.catalog(LocalStore(self.all_checkpoints()[0]))
+        self.same(pickle.loads(pickle.dumps(catalog)), catalog)
+
+    # The data
+
+    def test_view_equals_plain_offsets(self):
+        """What zarr-python reads through the view == numpy over the whole file's bytes."""
+        for path in self.all_checkpoints():
+            store = LocalStore(path)
+            catalog = self.catalog(store)
+            group = open_group(run_tree(store, [StepNode("1", lambda catalog=catalog: catalog)]))["steps/1/pieces"]
+            for piece in catalog.pieces:
+                width = catalog.tensors[piece.tensor].dtype.bits // 8
+                raw = np.frombuffer((path / catalog.files[piece.file].name).read_bytes(), np.uint8)
+                at = np.add.outer(self.element_offsets(piece) * width + piece.offset, np.arange(width))
+                assert group[str(piece.index)][...].tobytes() == raw[at].tobytes(), piece
+
+    @staticmethod
+    def element_offsets(piece):
+        offsets = np.zeros((), np.int64)
+        for extent, stride in zip(piece.shape, piece.strides, strict=True):
+            offsets = np.add.outer(offsets, np.arange(extent) * stride)
+        return offsets
+
+    def test_tensors_equal_the_framework(self):
+        for path in self.all_checkpoints():
+            store = LocalStore(path)
+            catalog = self.catalog(store)
+            ids = {(tensor.role.value, tensor.name): number for number, tensor in enumerate(catalog.tensors)}
+            loaded = self.framework_arrays(path)
+            assert loaded
+            for key, expected in loaded.items():
+                shape = catalog.tensors[ids[key]].shape
+                for replica in range(len(catalog.replicas[ids[key]])):
+                    whole = Box((0,) * len(shape), shape)
+                    assert read_box(store, catalog, ids[key], replica, whole).tobytes() == expected, key
+
+    def test_listing_reads_no_weights(self):
+        for path in self.all_checkpoints():
+            store = RecordingStore(self.objects(path))
+            catalog = self.catalog(store)
+            sizes = catalog.num_bytes()
+            by_file = {}
+            for piece in catalog.pieces:
+                stop = piece.offset + int(sizes[piece.index])
+                by_file.setdefault(catalog.files[piece.file].name, []).append((piece.offset, stop))
+            for name, start, stop in store.ranges:
+                total = len(store.objects[name])
+                tail = stop == total and stop - start <= MAX_TAIL_BYTES
+                for low, high in by_file.get(name, ()):
+                    assert tail or stop <= low or high <= start, (name, start, stop)
+
+    # Bad input: whatever is wrong is in the Catalog, never raised
+
+    def test_every_file_may_be_missing(self):
+        for path in self.all_checkpoints():
+            objects = self.objects(path)
+            for name in objects:
+                self.harmless(MemoryStore({other: content for other, content in objects.items() if other != name}))
+
+    def test_every_file_may_be_short_or_empty_or_nonsense(self):
+        for path in self.all_checkpoints():
+            objects = self.objects(path)
+            for name, content in objects.items():
+                for cut in {0, 1, 8, len(content) // 3, len(content) // 2, len(content) - 1}:
+                    self.harmless(MemoryStore({**objects, name: content[:cut]}))
+                self.harmless(MemoryStore({**objects, name: b"\xff" * len(content)}))
+
+    def test_every_file_may_be_another_one(self):
+        objects = self.objects(self.all_checkpoints()[0])
+        names = sorted(objects)
+        for name, other in zip(names, names[1:] + names[:1], strict=True):
+            self.harmless(MemoryStore({**objects, name: objects[other]}))
+
+    def test_every_file_may_be_denied(self):
+        for path in self.all_checkpoints():
+            for name in self.objects(path):
+                store = FaultyStore(LocalStore(path), Faults(denied=name))
+                catalog = self.harmless(store)
+                states = {file.name: file.state for file in catalog.files} if catalog else {}
+                assert states.get(name, FileState.UNREADABLE) in (FileState.UNREADABLE, FileState.PRESENT)
+
+    def test_transient_failures_pass(self):
+        path = self.all_checkpoints()[0]
+        store = RetryingStore(FaultyStore(LocalStore(path), Faults(transient="*", num_transient=2)), 4, 0.0)
+        self.same(self.catalog(store), self.catalog(LocalStore(path)))
+
+    def harmless(self, store):
+        """Recognise and, if recognised, read; returns the Catalog."""
+        folder = Folder.read(store, "")
+        match = self.adapter.recognise(store, folder)
+        if isinstance(match, Declined):
+            assert match.reason
+            return None
+        return self.adapter.read(store, folder, match, Options())
