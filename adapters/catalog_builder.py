@@ -17,6 +17,7 @@ class CatalogBuilder:
         self._tensors: list[Tensor] = []
         self._ids: dict[object, int] = {}
         self._replicas: list[tuple[Coordinate, ...]] = []
+        self._numbers: list[dict[Coordinate, int]] = []
         self._files: list[File] = []
         self._file_ids: dict[str, int] = {}
         self._pieces = PiecesBuilder()
@@ -40,7 +41,7 @@ class CatalogBuilder:
     ) -> int:  # fmt: skip
         """Add a tensor, or find it if it was added before; its number."""
         # Shape and replicas belong to the identity: names from files may clash with names made here.
-        identity = role, name, shape, tuple(replicas)
+        identity = role, name, shape, replica_axes, len(replicas)
         if identity in self._ids:
             return self._ids[identity]
         number = self._ids[identity] = len(self._tensors)
@@ -58,6 +59,7 @@ class CatalogBuilder:
             )
         )
         self._replicas.append(tuple(replicas) or (Coordinate(),))
+        self._numbers.append({place: at for at, place in enumerate(self._replicas[-1])})
         return number
 
     def piece(
@@ -66,7 +68,7 @@ class CatalogBuilder:
     ) -> None:  # fmt: skip
         """Add a piece of ``tensor``; its replica is the one at its coordinate along the tensor's replica axes."""
         along = coordinate.along(self._tensors[tensor].replica_axes)
-        replica = self._replicas[tensor].index(along)
+        replica = self._numbers[tensor][along]
         self._pieces.add(tensor, file, offset, region, coordinate, replica=replica, key=key, strides=strides)
 
     def build(

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 
 from auditor.discovery import RunSource, StepSource, discover
@@ -20,6 +21,7 @@ from auditor.model.finding import Finding, Judgement, Outcome
 from auditor.model.mesh import NO_MESH, Mesh
 from auditor.model.observation import Observations, unobserved
 from auditor.model.run import Commit, PointerState, RunState, StepEvidence, StepState, decide_commits, step_state
+from auditor.model.waiver import Waiver, apply_baseline, apply_waivers
 from auditor.observe.checksums import verify_checksums
 from auditor.observe.difference import measure_differences
 from auditor.observe.one_pass import observe, wanted_rows
@@ -112,6 +114,8 @@ class Report:
     location: str
     runs: list[RunReport]
     settings: Settings
+    expired: tuple[Waiver, ...] = ()
+    """Waivers past their day: what they accepted counts again, and each is itself something to be told."""
 
 
 Progress = Callable[[str, int], None]
@@ -149,7 +153,9 @@ def audit(
     runs = [run for run in runs if run.steps or run.unrecognised]
     if not any(run.steps for run in runs):
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
-    return Report(store.location, runs, settings)
+    today = datetime.fromtimestamp(job.now, UTC).date()
+    expired = tuple(waiver for waiver in settings.waivers if waiver.expired(today))
+    return Report(store.location, runs, settings, expired)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +283,19 @@ class _Audit:
             replace(step, judgements={k: j for k, j in judged.get(step.state.step, {}).items() if k in ids})
             for step in report.steps
         ]
-        report.findings = findings(judged, self.chosen)
-        serious = {item.id for item in self.judged if item.severity >= self.settings.fail_on}
+        report.findings = self.accept(findings(judged, self.chosen))
+        accepted = {item.id for item in report.findings if item.accepted}
+        open_ids = {item.id for item in report.findings if not item.accepted}
+        serious = {item.id for item in self.judged if item.severity >= self.settings.fail_on} - (accepted - open_ids)
         report.last_good = last_good(run.steps, judged, report.findings, self.settings.fail_on, serious=serious,
                                      strict=self.settings.strict)  # fmt: skip
+
+    def accept(self, found: list[Finding]) -> list[Finding]:
+        """The findings, marked where the user knows them, and one for every waiver that ran out."""
+        today = datetime.fromtimestamp(self.now, UTC).date()
+        if self.settings.baseline:
+            found = apply_baseline(found, self.settings.baseline)
+        return apply_waivers(found, self.settings.waivers, today)
 
 
 _REACHED = {

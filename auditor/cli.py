@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -27,6 +27,10 @@ app = typer.Typer(
            "6 changed while read · 11 locked · 130 interrupted",
 )  # fmt: skip
 
+RunPaths = Annotated[
+    list[Path],
+    typer.Argument(metavar="PATH...", help="A run, one step, a folder of runs; or several roots of one run."),
+]
 RunPath = Annotated[Path, typer.Argument(metavar="PATH", help="A run, one step of it, or a folder of runs.")]
 Steps = Annotated[str | None, typer.Option(metavar="300|100:500|latest", help="Steps, inclusive ranges, comma lists.")]
 LevelName = Annotated[str | None, typer.Option(metavar="names|headers|replicas|values|full", help="How much to read.")]
@@ -39,14 +43,16 @@ StrictBuffers = Annotated[bool | None, typer.Option("--strict-buffers", help="Di
 Settle = Annotated[str | None, typer.Option(metavar="10m", help="An unfinished newest step this young is in progress.")]
 Config = Annotated[Path | None, typer.Option(metavar="FILE", help="Configuration instead of auditor.toml.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Reading threads.")]
+Baseline = Annotated[Path | None, typer.Option(metavar="REPORT", help="Fail only on what this JSON report lacks.")]
 Format = Annotated[str, typer.Option("--format", metavar="text|json", help="Report for people or for machines.")]
 
 
 @app.command()
 def check(
-    path: RunPath, steps: Steps = None, level: LevelName = None, select: Select = None, ignore: Ignore = None,
+    paths: RunPaths, steps: Steps = None, level: LevelName = None, select: Select = None, ignore: Ignore = None,
     tensors: Tensors = None, fail_on: FailOn = None, strict: Strict = None, strict_buffers: StrictBuffers = None,
-    settle: Settle = None, config: Config = None, threads: Threads = None, format: Format = "text",
+    settle: Settle = None, config: Config = None, threads: Threads = None, baseline: Baseline = None,
+    format: Format = "text",
 ) -> None:  # fmt: skip
     """Audit checkpoints: what holds, what doesn't, since when, where, and which step to go back to."""
     from auditor.verdict import exit_code
@@ -55,9 +61,9 @@ def check(
         raise UsageError(f"--format {format}: neither text nor json")
     settings = _settings(
         config, steps=steps, level=level, select=select, ignore=ignore, tensors=tensors, fail_on=fail_on,
-        strict=strict, strict_buffers=strict_buffers, settle=settle, threads=threads,
+        strict=strict, strict_buffers=strict_buffers, settle=settle, threads=threads, baseline=baseline,
     )  # fmt: skip
-    report = _audit(path, settings)
+    report = _audit(paths, settings)
     if format == "json":
         from auditor.report.json_report import to_json
 
@@ -69,7 +75,7 @@ def check(
 
 @app.command("last-good")
 def last_good(
-    path: RunPath, steps: Steps = None, level: LevelName = None, select: Select = None, ignore: Ignore = None,
+    paths: RunPaths, steps: Steps = None, level: LevelName = None, select: Select = None, ignore: Ignore = None,
     fail_on: FailOn = None, strict: Strict = None, settle: Settle = None, config: Config = None,
     threads: Threads = None,
 ) -> None:  # fmt: skip
@@ -78,9 +84,9 @@ def last_good(
         config, steps=steps, level=level, select=select, ignore=ignore, fail_on=fail_on, strict=strict, settle=settle,
         threads=threads,
     )  # fmt: skip
-    report = _audit(path, settings)
+    report = _audit(paths, settings)
     if len(report.runs) > 1:
-        raise UsageError(f"{path} holds {len(report.runs)} runs; name one of them")
+        raise UsageError(f"{report.location} holds {len(report.runs)} runs; name one of them")
     good = [(run, run.last_good) for run in report.runs if run.last_good]
     for run, state in good:
         for (identifier, reason), count in sorted(run.undetermined().items()):
@@ -95,7 +101,7 @@ def last_good(
         _say("no step is good")
         raise typer.Exit(1)
     state = good[0][1]
-    print(path / state.path if state.path else path)
+    print(paths[0] / state.path if state.path else paths[0])
 
 
 @app.command()
@@ -106,7 +112,7 @@ def inspect(path: RunPath, steps: Steps = None, config: Config = None, format: F
     if format not in ("text", "json"):
         raise UsageError(f"--format {format}: neither text nor json")
     settings = _settings(config, steps=steps or "latest")
-    store = _store(path)
+    store = _store([path])
     if format == "json":
         import json
 
@@ -153,7 +159,14 @@ def _options(
 
 def _settings(config: Path | None, **flags: Any) -> Settings:
     """Choices from flags, environment and configuration, parsed."""
-    from auditor.configuration import parse_seconds, placement_options, read_configuration, stated
+    from auditor.configuration import (
+        parse_seconds,
+        placement_options,
+        read_baseline,
+        read_configuration,
+        stated,
+        waivers,
+    )
     from auditor.model.finding import Severity
     from auditor.settings import Level, Settings, StepChoice
 
@@ -181,7 +194,8 @@ def _settings(config: Path | None, **flags: Any) -> Settings:
         StepChoice(str(value("steps", ""))), named("level", Level, None), listed("select"), listed("ignore"),
         str(value("tensors", "")), named("fail_on", Severity, Severity.ERROR), _truth(value("strict", False)),
         _truth(value("strict_buffers", False)), parse_seconds(str(value("settle", "10m"))),
-        int(value("threads", 0)), placement_options(table),
+        int(value("threads", 0)), placement_options(table), waivers(table),
+        read_baseline(Path(value("baseline"))) if value("baseline") else frozenset(),
     )  # fmt: skip
 
 
@@ -189,24 +203,26 @@ def _truth(value: object) -> bool:
     return str(value).lower() in ("1", "true", "yes", "on")
 
 
-def _store(path: Path) -> Any:
+def _store(paths: Sequence[Path]) -> Any:
     from auditor.storage.local import LocalStore
     from auditor.storage.store import ObjectMissingError
+    from auditor.storage.union import UnionStore
 
-    store = LocalStore(path)
-    try:
-        entry = store.stat("")
-    except ObjectMissingError as error:
-        raise UsageError(str(error)) from error
-    if not entry.is_folder:
-        raise NothingToAuditError(f"{path}: a single file; no format that is one file is known yet. Name its folder")
-    return store
+    stores = [LocalStore(path) for path in paths]
+    for store in stores:
+        try:
+            entry = store.stat("")
+        except ObjectMissingError as error:
+            raise UsageError(str(error)) from error
+        if not entry.is_folder:
+            raise NothingToAuditError(f"{store.location}: a single file; name the folder that it is part of")
+    return UnionStore(stores) if len(stores) > 1 else stores[0]
 
 
-def _audit(path: Path, settings: Settings) -> Report:
+def _audit(paths: Sequence[Path], settings: Settings) -> Report:
     from auditor.audit import audit
 
-    store = _store(path)
+    store = _store(paths)
     with _progress() as progress:
         return audit(store, settings, progress=progress)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from auditor.adapters.adapter import Options
 from auditor.errors import UsageError
-from auditor.model.mesh import Replicate, Shard
+from auditor.invariants.registry import find
+from auditor.model.mesh import Coordinate, Replicate, Shard
+from auditor.model.waiver import Known, Waiver
 
 
 def read_configuration(path: Path | None) -> dict[str, Any]:
@@ -80,3 +84,54 @@ def parse_seconds(text: str) -> float:
         return float(text[:-1]) * unit if unit else float(text)
     except ValueError as error:
         raise UsageError(f"{text!r} is no time: write 90s, 10m or 2h") from error
+
+
+_WAIVER_KEYS = {"id", "tensor", "steps", "until", "reason"}
+
+
+def waivers(configuration: Mapping[str, Any]) -> tuple[Waiver, ...]:
+    """``[[waive]]``: ``id`` and ``reason``, and optionally ``tensor``, ``steps`` (``300`` or ``100:500``), ``until``.
+
+    Raises:
+        UsageError: an unknown invariant or key, no reason, or values that don't parse.
+    """
+    tables = configuration.get("waive", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise UsageError("waivers are written as [[waive]] tables")
+    return tuple(map(_waiver, tables))
+
+
+def _waiver(table: Mapping[str, Any]) -> Waiver:
+    unknown = sorted(table.keys() - _WAIVER_KEYS)
+    identifier = str(table.get("id", ""))
+    if unknown or not table.get("reason") or find(identifier) is None:
+        what = f"unknown key {unknown[0]}" if unknown else "it needs the id of an invariant and a reason"
+        raise UsageError(f"[[waive]] {identifier}: {what}")
+    low, colon, high = str(table.get("steps", "0:")).partition(":")
+    until = table.get("until")
+    try:
+        first = int(low or 0)
+        last = (int(high) if high else 1 << 62) if colon else first
+        day = until if isinstance(until, date) or until is None else date.fromisoformat(str(until))
+    except ValueError as error:
+        raise UsageError(f"[[waive]] {identifier}: {error}") from error
+    return Waiver(identifier.upper(), str(table["reason"]), str(table.get("tensor", "*")), first, last, day)
+
+
+def read_baseline(path: Path) -> Known:
+    """The findings of an earlier ``--format json`` report.
+
+    Raises:
+        UsageError: the file is not there or no such report.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        runs = document.get("runs", [document])
+        return frozenset(
+            (finding["id"], x["step"], x["tensor"], x["role"], Coordinate.of(**x["coordinate"]).indices, x["file"])
+            for run in runs
+            for finding in run["findings"]
+            for x in finding["locations"]
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"--baseline {path}: no report of `auditor check --format json` ({error})") from error

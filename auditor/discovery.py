@@ -10,7 +10,8 @@ from functools import partial
 from auditor.adapters.adapter import Adapter, Declined, Folder, Match, Options, Pointer
 from auditor.adapters.registry import adapters, recognise
 from auditor.errors import NothingToAuditError, UsageError
-from auditor.storage.store import StorageError, Store, base_name
+from auditor.storage.store import ObjectMissingError, StorageError, Store, base_name
+from auditor.storage.union import UnionStore
 from auditor.view.names import escape
 from auditor.view.tree import StepNode
 
@@ -111,13 +112,20 @@ def _as_run(store: Store, folder: Folder, run: RunSource, others: list[Folder]) 
                 else "named like a step, but empty"
             )
     for adapter in {source.adapter.name: source.adapter for source in run.steps}.values():
-        try:
-            pointer = adapter.pointer(store, folder)
-        except StorageError as error:
-            run.unrecognised[folder.path or "."] = str(error)
-            continue
-        if pointer:
-            run.pointers.append(pointer)
+        for root in store.roots if isinstance(store, UnionStore) else (store,):
+            try:
+                pointer = adapter.pointer(root, Folder.read(root, folder.path))
+            except ObjectMissingError:
+                continue
+            except StorageError as error:
+                run.unrecognised[folder.path or "."] = str(error)
+                continue
+            if pointer:
+                run.pointers.append(pointer)
+    if isinstance(store, UnionStore):
+        for source in run.steps:
+            for name, root_name in store.shadowed(source.folder.path).items():
+                run.unrecognised[f"{root_name}/{name}"] = "another root has a file of this name; that one is read"
     return run
 
 

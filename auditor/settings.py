@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from auditor.adapters.adapter import Options
 from auditor.errors import UsageError
 from auditor.model.finding import Severity
+from auditor.model.waiver import Known, Waiver
 
 
 class Level(enum.IntEnum):
@@ -69,6 +70,9 @@ class Settings:
     threads: int = 0
     """0: as many as the machine has processors, at most 8."""
     options: Options = field(default_factory=Options)
+    waivers: tuple[Waiver, ...] = ()
+    baseline: Known = frozenset()
+    """What an earlier report said: only what is not in it fails the audit."""
 
     def wants_tensor(self, name: str) -> bool:
         """Whether the tensor is among the chosen ones."""

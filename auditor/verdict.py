@@ -60,7 +60,7 @@ def exit_code(report: Report) -> ExitCode:
 
 def failing(found: Iterable[Finding], settings: Settings) -> list[Finding]:
     """Findings that make the audit fail."""
-    return [finding for finding in found if finding.severity >= settings.fail_on and not finding.waived]
+    return [finding for finding in found if finding.severity >= settings.fail_on and not finding.accepted]
 
 
 def _selected_in_vain(run: RunReport, settings: Settings) -> bool:

@@ -28,7 +28,7 @@ from auditor.view.tree import StepNode, run_tree
 from auditor.view.zarr_store import open_group
 from tests.recording import RecordingStore
 
-MAX_TAIL_BYTES = 66_000
+MAX_TAIL_BYTES = 64
 """What a container may read of a file's end to find its directory."""
 
 

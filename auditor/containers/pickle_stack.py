@@ -55,6 +55,8 @@ Builder = Callable[[tuple[Any, ...]], Any]
 """Makes a known inert value from the arguments of a call; raises TypeError or ValueError on wrong ones."""
 
 MARK = object()
+MAX_KEY_ELEMENTS = 256
+"""Elements of a tuple used as a key: it is hashed each time, so a huge one used often would cost unbounded time."""
 
 
 def hashable(key: Any) -> Any:
@@ -70,7 +72,7 @@ def hashable(key: Any) -> Any:
         layer = [item for outer in layer if isinstance(outer, tuple) for item in outer]
         if not layer:
             return key
-        if len(layer) > 10_000:
+        if len(layer) > MAX_KEY_ELEMENTS:
             break
     raise LimitError("its pickle uses a deeply nested or huge tuple as a key")
 

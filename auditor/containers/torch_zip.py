@@ -105,8 +105,11 @@ def read_torch_file(handle: Handle) -> TorchFile:
         UnsupportedError: big-endian data.
         StorageError: storage failed.
     """
-    _refuse_legacy(handle)
-    members = read_directory(handle)
+    try:
+        members = read_directory(handle)
+    except DamagedError:
+        _refuse_legacy(handle)
+        raise
     pickled = next((name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")), None)
     if pickled is None:
         raise DamagedError("it holds no data.pkl: the save failed half way, or another kind of zip file")
@@ -128,7 +131,10 @@ def read_torch_file(handle: Handle) -> TorchFile:
 
 def _refuse_legacy(handle: Handle) -> None:
     """Files of torch before 1.6: a sound format, but not this one. They begin with a pickled magic number."""
-    head = read_bytes(handle, 0, min(len(LEGACY_MAGIC), handle.entry.num_bytes))
+    try:
+        head = read_bytes(handle, 0, min(len(LEGACY_MAGIC), handle.entry.num_bytes))
+    except ShortReadError:
+        return
     if head == LEGACY_MAGIC:
         raise UnsupportedError("it is a torch file of the form before torch 1.6, which is not read yet")
 

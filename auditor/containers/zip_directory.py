@@ -24,7 +24,9 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
-_MAX_COMMENT = 0xFFFF
+_SHORT_TAIL = _END.size + _LOCATOR.size
+_LONG_TAIL = _SHORT_TAIL + 0xFFFF
+"""With the longest comment."""
 _UNSET16, _UNSET32 = 0xFFFF, 0xFFFFFFFF
 
 
@@ -70,8 +72,11 @@ def read_directory(handle: Handle) -> dict[str, Member]:
 
 def _locate(handle: Handle, size: int) -> tuple[int, int, int]:
     """Offset, length and number of entries of the central directory."""
-    tail_length = min(size, _END.size + _MAX_COMMENT)
-    tail = read_bytes(handle, size - tail_length, tail_length)
+    # Without a comment, as usual, the end is at the end: reading more would read weights.
+    tail = read_bytes(handle, size - min(size, _SHORT_TAIL), min(size, _SHORT_TAIL))
+    if tail[-_END.size :][:4] != b"PK\x05\x06":
+        tail = read_bytes(handle, size - min(size, _LONG_TAIL), min(size, _LONG_TAIL))
+    tail_length = len(tail)
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < _END.size:
         head = read_bytes(handle, 0, min(4, size))

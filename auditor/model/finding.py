@@ -155,3 +155,11 @@ class Finding:
     """Ids of other invariants that the same fault violates."""
     likely_causes: tuple[LikelyCause, ...] = ()
     waived: bool = False
+    """Accepted by the user; shown, but does not fail the audit."""
+    in_baseline: bool = False
+    """Known from an earlier report; shown, but does not fail the audit."""
+
+    @property
+    def accepted(self) -> bool:
+        """Whether it is waived or known."""
+        return self.waived or self.in_baseline

@@ -83,6 +83,7 @@ def _finding(finding: Finding, run: RunReport) -> dict[str, Any]:
         "id": finding.id, "name": finding.name, "severity": finding.severity.name.lower(),
         "class": finding.difference_class.value if finding.difference_class else None,
         "consequences": list(finding.consequences), "waived": finding.waived,
+        "in_baseline": finding.in_baseline,
         "minority": [place.as_dict() for place in finding.minority],
         "message": finding.message, "hint": finding.hint,
         "likely_causes": [{"text": cause.text, "source": cause.source} for cause in finding.likely_causes],

@@ -27,6 +27,8 @@ def text_lines(report: Report) -> Iterator[str]:
         if number:
             yield ""
         yield from _run(run, report)
+    for waiver in report.expired:
+        yield f"[yellow]waiver expired[/] {waiver.id} {safe(waiver.tensor)} on {waiver.until}: {safe(waiver.reason)}"
     yield f"exit code {int(exit_code(report))}"
 
 
@@ -90,8 +92,9 @@ def size(num_bytes: int) -> str:
 def _finding(finding: Finding, run: RunReport) -> Iterator[str]:
     colour = _COLOURS[finding.severity]
     kind = f" · {finding.difference_class.value}" if finding.difference_class else ""
+    accepted = " · waived" if finding.waived else " · in the baseline" if finding.in_baseline else ""
     also = f" · also violates {', '.join(finding.consequences)}" if finding.consequences else ""
-    yield f"[bold {colour}]{finding.id} {finding.name}[/]  {finding.severity.name.lower()}{kind}{also}"
+    yield f"[bold {colour}]{finding.id} {finding.name}[/]  {finding.severity.name.lower()}{kind}{also}{accepted}"
     yield f"  {safe(finding.message)}{_ranks_phrase(finding, run)}"
     for interval in finding.intervals:
         yield ""

@@ -20,7 +20,7 @@ def bad_steps(found: Sequence[Finding], fail_on: Severity) -> set[int]:
     return {
         location.step
         for finding in found
-        if finding.severity >= fail_on and not finding.waived
+        if finding.severity >= fail_on and not finding.accepted
         for location in finding.locations
     }
 
