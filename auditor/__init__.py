@@ -10,20 +10,23 @@ if TYPE_CHECKING:
     from auditor.audit import Report
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "audit", "open_zarr"]
+__all__ = ["__version__", "check", "open_zarr"]
 
 
-def audit(path: str, **choices: Any) -> Report:
-    """Audit everything under a local path; ``choices`` are fields of :class:`auditor.settings.Settings`.
+def check(path: str, **choices: Any) -> Report:
+    """Audit everything under a local path, as `auditor check` does.
+
+    ``choices``: the command's options by name (``level="headers"``, ``steps="100:500"``, ``select=["REP"]``, …).
 
     Raises:
+        auditor.errors.UsageError: a choice that there isn't.
         auditor.errors.AuditorError: as :func:`auditor.audit.audit`.
     """
-    from auditor.audit import audit as run_audit
-    from auditor.settings import Settings
+    from auditor.audit import audit
+    from auditor.configuration import make_settings
     from auditor.storage.local import LocalStore
 
-    return run_audit(LocalStore(path), Settings(**choices))
+    return audit(LocalStore(path), make_settings(choices))
 
 
 def open_zarr(path: str) -> zarr.Group:

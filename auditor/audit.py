@@ -12,6 +12,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
+from typing import Literal
 
 from auditor.discovery import RunSource, StepSource, discover
 from auditor.errors import NothingToAuditError, UsageError
@@ -28,6 +29,7 @@ from auditor.observe.one_pass import observe, wanted_rows
 from auditor.settings import DEFAULTS, Level, Settings
 from auditor.storage.retrying import RetryingStore
 from auditor.storage.store import Store
+from auditor.storage.union import UnionStore
 from auditor.timeline.findings import findings
 from auditor.timeline.last_good import NEEDED, last_good
 
@@ -71,6 +73,8 @@ class RunReport:
     steps: list[StepReport] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     last_good: StepState | None = None
+    rejected: list[tuple[int, str]] = field(default_factory=list)
+    """Steps newer than the last good one (all, if there is none), newest first, with why they are not good."""
     coverage: Coverage = field(default_factory=Coverage)
     unrecognised: Mapping[str, str] = field(default_factory=dict)
     chosen: tuple[Invariant, ...] = ()
@@ -89,21 +93,35 @@ class RunReport:
             total[Outcome.NOT_APPLICABLE] += sum(judged.not_applicable.values())
         return total
 
+    def unjudged(self) -> list[str]:
+        """Ids of all invariants about which this audit says nothing: ignored, not selected, or beyond the level."""
+        silent = set(self.not_asked())
+        return [item.id for item in invariants() if item not in self.chosen or item.id in silent]
+
+    def beyond_level(self) -> dict[Level, list[str]]:
+        """Level to the chosen invariants that no step judges, because it takes that level."""
+        found: dict[Level, list[str]] = {}
+        for item in self.chosen:
+            if item.judge_step and all(step.level < _REACHED[item.needs] for step in self.steps):
+                found.setdefault(_REACHED[item.needs], []).append(item.id)
+        return found
+
     def not_asked(self) -> list[str]:
         """Ids of chosen invariants about which no step says anything, because no step's level reaches them."""
-        return [
-            item.id for item in self.chosen
-            if item.judge_step and all(step.level < _REACHED[item.needs] for step in self.steps)
-        ]  # fmt: skip
+        return [name for names in self.beyond_level().values() for name in names]
 
     def undetermined(self) -> dict[tuple[str, str], int]:
         """(Invariant id, reason) to the largest number of subjects in any step."""
+        return self.reasons("undetermined")
+
+    def reasons(self, outcome: Literal["undetermined", "not_applicable"]) -> dict[tuple[str, str], int]:
+        """(Invariant id, reason) to the largest number of subjects in any step, for one kind of outcome."""
         found: dict[tuple[str, str], int] = {}
         for step in self.steps:
             for identifier, judged in step.judgements.items():
-                for reason, names in judged.undetermined.items():
-                    key = (identifier, reason)
-                    found[key] = max(found.get(key, 0), len(names))
+                for reason, names in getattr(judged, outcome).items():
+                    count = names if isinstance(names, int) else len(names)
+                    found[identifier, reason] = max(found.get((identifier, reason), 0), count)
         return found
 
 
@@ -140,7 +158,8 @@ def audit(
         chosen = select(settings.select, settings.ignore)
     except LookupError as error:
         raise UsageError(str(error)) from error
-    store = RetryingStore(store)
+    # Each root tries again by itself, so that a union stays one: its roots have a pointer each.
+    store = UnionStore([*map(RetryingStore, store.roots)]) if isinstance(store, UnionStore) else RetryingStore(store)
     threads = settings.threads or min(8, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(threads)
     try:
@@ -153,6 +172,8 @@ def audit(
     runs = [run for run in runs if run.steps or run.unrecognised]
     if not any(run.steps for run in runs):
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
+    if settings.tensors and not any(run.coverage.num_tensors for run in runs):
+        raise NothingToAuditError(f"{store.location}: no tensor matches --tensors {settings.tensors}")
     today = datetime.fromtimestamp(job.now, UTC).date()
     expired = tuple(waiver for waiver in settings.waivers if waiver.expired(today))
     return Report(store.location, runs, settings, expired)
@@ -187,7 +208,7 @@ class _Audit:
         states = decide_commits(states, pointers, self.now, self.settings.settle_seconds)
         report.steps = [replace(step, state=state) for step, state in zip(report.steps, states, strict=True)]
         # Pointers may name steps that were not asked for: what they say of those is not judged then.
-        self.conclude(report, RunState(states, pointers if whole_run else ()))
+        self.conclude(report, RunState(states, pointers if whole_run else (), whole_run))
         report.seconds = time.monotonic() - begun
         return report
 
@@ -287,8 +308,9 @@ class _Audit:
         accepted = {item.id for item in report.findings if item.accepted}
         open_ids = {item.id for item in report.findings if not item.accepted}
         serious = {item.id for item in self.judged if item.severity >= self.settings.fail_on} - (accepted - open_ids)
-        report.last_good = last_good(run.steps, judged, report.findings, self.settings.fail_on, serious=serious,
-                                     strict=self.settings.strict)  # fmt: skip
+        report.last_good, report.rejected = last_good(
+            run.steps, judged, report.findings, self.settings.fail_on, serious=serious, strict=self.settings.strict
+        )
 
     def accept(self, found: list[Finding]) -> list[Finding]:
         """The findings, marked where the user knows them, and one for every waiver that ran out."""

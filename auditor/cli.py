@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,11 +28,22 @@ app = typer.Typer(
            "6 changed while read · 11 locked · 130 interrupted",
 )  # fmt: skip
 
+
+def _path(text: str) -> Path:
+    if not text:
+        raise UsageError("an empty path: is the variable set?")
+    return Path(text)
+
+
 RunPaths = Annotated[
     list[Path],
-    typer.Argument(metavar="PATH...", help="A run, one step, a folder of runs; or several roots of one run."),
+    typer.Argument(
+        metavar="PATH...", parser=_path, help="A run, one step, a folder of runs; or several roots of one run."
+    ),
 ]
-RunPath = Annotated[Path, typer.Argument(metavar="PATH", help="A run, one step of it, or a folder of runs.")]
+RunPath = Annotated[
+    Path, typer.Argument(metavar="PATH", parser=_path, help="A run, one step of it, or a folder of runs.")
+]
 Steps = Annotated[str | None, typer.Option(metavar="300|100:500|latest", help="Steps, inclusive ranges, comma lists.")]
 LevelName = Annotated[str | None, typer.Option(metavar="names|headers|replicas|values|full", help="How much to read.")]
 Select = Annotated[list[str] | None, typer.Option(metavar="ID", help="Only these invariants or families.")]
@@ -41,10 +53,15 @@ FailOn = Annotated[str | None, typer.Option(metavar="error|warning|note", help="
 Strict = Annotated[bool | None, typer.Option("--strict", help="Undetermined fails as well.")]
 StrictBuffers = Annotated[bool | None, typer.Option("--strict-buffers", help="Differing buffers are errors.")]
 Settle = Annotated[str | None, typer.Option(metavar="10m", help="An unfinished newest step this young is in progress.")]
-Config = Annotated[Path | None, typer.Option(metavar="FILE", help="Configuration instead of auditor.toml.")]
+Config = Annotated[
+    Path | None, typer.Option(metavar="FILE", envvar="AUDITOR_CONFIG", help="Configuration instead of auditor.toml.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="Reading threads.")]
 Baseline = Annotated[Path | None, typer.Option(metavar="REPORT", help="Fail only on what this JSON report lacks.")]
-Format = Annotated[str, typer.Option("--format", metavar="text|json", help="Report for people or for machines.")]
+Format = Annotated[
+    str,
+    typer.Option("--format", metavar="text|json", envvar="AUDITOR_FORMAT", help="Report for people or for machines."),
+]
 
 
 @app.command()
@@ -79,29 +96,27 @@ def last_good(
     fail_on: FailOn = None, strict: Strict = None, settle: Settle = None, config: Config = None,
     threads: Threads = None,
 ) -> None:  # fmt: skip
-    """Print the path of the newest good step, for launch scripts. Exit 1 if no step is good, 4 if there is none."""
+    """Print the path of one run's newest good step, for launch scripts. Exit 1 if no step is good, 4 if there is none.
+
+    Good: committed, whole, tiled, and without a finding at or above --fail-on. Why newer steps are not good, and what
+    was not judged, is said on standard error.
+    """
     settings = _settings(
         config, steps=steps, level=level, select=select, ignore=ignore, fail_on=fail_on, strict=strict, settle=settle,
         threads=threads,
     )  # fmt: skip
+    from auditor.report.last_good_report import last_good_lines
+
     report = _audit(paths, settings)
     if len(report.runs) > 1:
-        raise UsageError(f"{report.location} holds {len(report.runs)} runs; name one of them")
-    good = [(run, run.last_good) for run in report.runs if run.last_good]
-    for run, state in good:
-        for (identifier, reason), count in sorted(run.undetermined().items()):
-            _say(f"undetermined: {identifier}, {count} subjects: {reason}")
-        for finding in run.findings:
-            for interval in finding.intervals:
-                if interval.first_bad < state.step:
-                    healed = f"healed at {interval.healed}" if interval.healed is not None else "not healed"
-                    _say(f"before it: {finding.id} {finding.message}, steps {interval.first_bad} to "
-                         f"{interval.last_bad}, {healed}")  # fmt: skip
-    if not good:
-        _say("no step is good")
+        names = ", ".join(run.path or "." for run in report.runs)
+        raise UsageError(f"{report.location} holds {len(report.runs)} runs; name one of them: {names}")
+    (run,) = report.runs
+    for line in last_good_lines(run, settings):
+        _say(line)
+    if run.last_good is None:
         raise typer.Exit(1)
-    state = good[0][1]
-    print(paths[0] / state.path if state.path else paths[0])
+    print(paths[0] / run.last_good.path if run.last_good.path else paths[0])
 
 
 @app.command()
@@ -158,49 +173,9 @@ def _options(
 
 
 def _settings(config: Path | None, **flags: Any) -> Settings:
-    """Choices from flags, environment and configuration, parsed."""
-    from auditor.configuration import (
-        parse_seconds,
-        placement_options,
-        read_baseline,
-        read_configuration,
-        stated,
-        waivers,
-    )
-    from auditor.model.finding import Severity
-    from auditor.settings import Level, Settings, StepChoice
+    from auditor.configuration import make_settings
 
-    table = read_configuration(config)
-
-    def value(name: str, default: Any = None) -> Any:
-        return stated(name, flags.get(name), table, default)
-
-    def listed(name: str) -> tuple[str, ...]:
-        found = value(name, ())
-        parts = found.split(",") if isinstance(found, str) else found
-        return tuple(name.strip() for part in parts for name in str(part).split(","))
-
-    def named(name: str, kind: Any, default: Any) -> Any:
-        text = value(name)
-        if text is None:
-            return default
-        try:
-            return kind[str(text).upper()]
-        except KeyError:
-            words = "|".join(member.name.lower() for member in kind)
-            raise UsageError(f"--{name.replace('_', '-')} {text}: none of {words}") from None
-
-    return Settings(
-        StepChoice(str(value("steps", ""))), named("level", Level, None), listed("select"), listed("ignore"),
-        str(value("tensors", "")), named("fail_on", Severity, Severity.ERROR), _truth(value("strict", False)),
-        _truth(value("strict_buffers", False)), parse_seconds(str(value("settle", "10m"))),
-        int(value("threads", 0)), placement_options(table), waivers(table),
-        read_baseline(Path(value("baseline"))) if value("baseline") else frozenset(),
-    )  # fmt: skip
-
-
-def _truth(value: object) -> bool:
-    return str(value).lower() in ("1", "true", "yes", "on")
+    return make_settings(flags, config)
 
 
 def _store(paths: Sequence[Path]) -> Any:
@@ -208,6 +183,9 @@ def _store(paths: Sequence[Path]) -> Any:
     from auditor.storage.store import ObjectMissingError
     from auditor.storage.union import UnionStore
 
+    for path in map(str, paths):
+        if ":/" in path and not Path(path).exists():
+            raise UsageError(f"{path}: only local paths are read yet")
     stores = [LocalStore(path) for path in paths]
     for store in stores:
         try:
@@ -269,6 +247,10 @@ def _say(text: str) -> None:
 
 def main() -> None:
     """Run a command; every way out has its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that can't show a character must not end the audit.
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app(standalone_mode=False)
     except NothingToAuditError as error:

@@ -6,31 +6,148 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from auditor.adapters.adapter import Options
 from auditor.errors import UsageError
-from auditor.invariants.registry import find
-from auditor.model.mesh import Coordinate, Replicate, Shard
+from auditor.invariants.registry import find, select
+from auditor.model.finding import Severity
+from auditor.model.mesh import AXIS_ORDER, Coordinate, Replicate, Shard
 from auditor.model.waiver import Known, Waiver
+from auditor.settings import Level, Settings, StepChoice
+
+NAMES = (
+    "steps", "level", "select", "ignore", "tensors", "fail_on", "strict", "strict_buffers", "settle", "threads",
+    "baseline",
+)  # fmt: skip
+"""Choices that flags, environment (``AUDITOR_…``) and files can state."""
+TABLES = ("placement", "waive")
+"""What only files can state."""
 
 
-def read_configuration(path: Path | None) -> dict[str, Any]:
-    """The configuration table: of ``path``, else of ``auditor.toml`` or ``[tool.auditor]`` in the working folder.
+def make_settings(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
+    """Settings from flags (None: not given), environment and configuration file.
 
     Raises:
-        UsageError: a file that was named isn't there, or a file is no TOML.
+        UsageError: an unknown name, or a value that doesn't parse; says where it was stated.
     """
-    if path is not None:
-        return _load(path)
-    if Path("auditor.toml").is_file():
-        return _load(Path("auditor.toml"))
-    if Path("pyproject.toml").is_file():
-        table = _load(Path("pyproject.toml")).get("tool", {}).get("auditor", {})
-        return table if isinstance(table, dict) else {}
-    return {}
+    table, source = read_configuration(file)
+    choices = _Choices(flags, table, source)
+    for name in flags:
+        if name not in NAMES:
+            raise UsageError(f"{name}: no such choice; there are {', '.join(NAMES)}")
+    selected, ignored = choices.listed("select"), choices.listed("ignore")
+    try:
+        if not select(selected, ignored) and select(selected, ()):
+            raise UsageError("everything that was selected is ignored")
+    except LookupError as error:
+        raise UsageError(str(error)) from error
+    baseline = choices.text("baseline", "")
+    settings = Settings(
+        StepChoice(choices.text("steps", "")), choices.member("level", Level, None), selected, ignored,
+        choices.text("tensors", ""), choices.member("fail_on", Severity, Severity.ERROR), choices.truth("strict"),
+        choices.truth("strict_buffers"), parse_seconds(choices.text("settle", "10m")), choices.count("threads"),
+        placement_options(table), waivers(table), read_baseline(Path(baseline)) if baseline else frozenset(),
+        tuple(sorted(choices.origins)),
+    )  # fmt: skip
+    settings.steps.check()
+    return settings
+
+
+@dataclass(slots=True)
+class _Choices:
+    """Looks choices up in order, and remembers those that no flag stated."""
+
+    flags: Mapping[str, Any]
+    table: Mapping[str, Any]
+    source: str
+    origins: set[str] = field(default_factory=set)
+
+    def value(self, name: str, default: Any) -> tuple[Any, str]:
+        """The value and where it was stated."""
+        if self.flags.get(name) is not None:
+            return self.flags[name], f"--{name.replace('_', '-')}"
+        variable = f"AUDITOR_{name.upper()}"
+        if variable in os.environ:
+            self.origins.add(f"{name.replace('_', '-')} from {variable}")
+            return os.environ[variable], variable
+        for key in (name, name.replace("_", "-")):
+            if key in self.table:
+                self.origins.add(f"{key} from {self.source}")
+                return self.table[key], f"{self.source}: {key}"
+        return default, ""
+
+    def text(self, name: str, default: str) -> str:
+        return str(self.value(name, default)[0])
+
+    def listed(self, name: str) -> tuple[str, ...]:
+        found, origin = self.value(name, ())
+        if not isinstance(found, (str, list, tuple)):
+            raise UsageError(f"{origin} {found}: no list of names")
+        parts = found.split(",") if isinstance(found, str) else found
+        return tuple(name.strip() for part in parts for name in str(part).split(",") if name.strip())
+
+    def truth(self, name: str) -> bool:
+        found, origin = self.value(name, False)
+        known = {
+            "1": True,
+            "true": True,
+            "yes": True,
+            "on": True,
+            "0": False,
+            "false": False,
+            "no": False,
+            "off": False,
+        }
+        if str(found).lower() not in known:
+            raise UsageError(f"{origin} {found}: neither true nor false")
+        return known[str(found).lower()]
+
+    def count(self, name: str) -> int:
+        found, origin = self.value(name, 0)
+        if not str(found).isdigit() or (origin and int(found) == 0):
+            raise UsageError(f"{origin} {found}: no positive number")
+        return int(found)
+
+    def member(self, name: str, kind: Any, default: Any) -> Any:
+        found, origin = self.value(name, None)
+        if found is None or isinstance(found, kind):
+            return default if found is None else found
+        words = {member.name.lower(): member for member in kind}
+        if str(found).lower() not in words:
+            raise UsageError(f"{origin} {found}: none of {'|'.join(words)}")
+        return words[str(found).lower()]
+
+
+def read_configuration(path: Path | None) -> tuple[dict[str, Any], str]:
+    """The configuration table and the file that it is from.
+
+    That is ``path``, else ``auditor.toml`` or the ``[tool.auditor]`` of ``pyproject.toml`` in the working folder.
+
+    Raises:
+        UsageError: a file that was named isn't there, a file is no TOML, or it states something unknown.
+    """
+    candidates = [path] if path is not None else [Path("auditor.toml"), Path("pyproject.toml")]
+    for candidate in candidates:
+        if path is None and not candidate.is_file():
+            continue
+        table = _load(candidate)
+        if candidate.name == "pyproject.toml" or (set(table) == {"tool"}):
+            table = table.get("tool", {}).get("auditor", {})
+        _refuse_unknown(table, str(candidate))
+        return table, str(candidate)
+    return {}, ""
+
+
+def _refuse_unknown(table: object, source: str) -> None:
+    if not isinstance(table, dict):
+        raise UsageError(f"{source}: [tool.auditor] is no table")
+    for key in table:
+        if key.replace("-", "_") not in (*NAMES, *TABLES):
+            raise UsageError(f"{source}: nothing is called {key}; there are {', '.join((*NAMES, *TABLES))}")
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -39,16 +156,6 @@ def _load(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path}: {error}") from error
-
-
-def stated(name: str, flag: Any, configuration: Mapping[str, Any], default: Any) -> Any:
-    """The value of one choice: flag, else environment ``AUDITOR_NAME``, else configuration, else default."""
-    if flag is not None:
-        return flag
-    environment = os.environ.get(f"AUDITOR_{name.upper()}")
-    if environment is not None:
-        return environment
-    return configuration.get(name, configuration.get(name.replace("_", "-"), default))
 
 
 def placement_options(configuration: Mapping[str, Any]) -> Options:
@@ -60,6 +167,9 @@ def placement_options(configuration: Mapping[str, Any]) -> Options:
     table = configuration.get("placement", {})
     if not isinstance(table, dict) or not all(isinstance(rules, dict) for rules in table.values()):
         raise UsageError("[placement] holds one table a mesh axis, such as [placement.tp]")
+    unknown = sorted(axis for axis in table if axis not in AXIS_ORDER)
+    if unknown:
+        raise UsageError(f"[placement.{unknown[0]}]: no axis is called so; there are {', '.join(AXIS_ORDER)}")
     return Options({axis: [(glob, _placement(axis, glob, how)) for glob, how in rules.items()]
                     for axis, rules in table.items()})  # fmt: skip
 

@@ -36,20 +36,30 @@ class StepChoice:
         """
         if not self.text:
             return set(steps)
-        chosen: set[int] = set()
-        for part in self.text.split(","):
-            low, colon, high = part.strip().partition(":")
+        ranges = self.check()
+        latest = steps[-1:] if any(part.strip() == "latest" for part in self.text.split(",")) else []
+        return {*latest, *(step for step in steps if any(first <= step <= last for first, last in ranges))}
+
+    def check(self) -> list[tuple[int, int]]:
+        """The ranges that are meant, inclusive.
+
+        Raises:
+            UsageError: as :meth:`choose`.
+        """
+        ranges = []
+        for part in filter(None, map(str.strip, self.text.split(","))):
+            low, colon, high = part.partition(":")
+            if part == "latest":
+                continue
             try:
-                if low == "latest" and not colon:
-                    chosen |= set(steps[-1:])
-                elif colon:
-                    first, last = int(low or 0), int(high) if high else 1 << 62
-                    chosen |= {step for step in steps if first <= step <= last}
-                else:
-                    chosen |= {step for step in steps if step == int(low)}
+                first = int(low or 0)
+                last = (int(high) if high else 1 << 62) if colon else first
             except ValueError as error:
                 raise UsageError(f"--steps {self.text}: {part!r} is no step, FIRST:LAST or latest") from error
-        return chosen
+            if first < 0 or last < first:
+                raise UsageError(f"--steps {self.text}: {part!r} holds no step; write FIRST:LAST, the smaller first")
+            ranges.append((first, last))
+        return ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,8 @@ class Settings:
     waivers: tuple[Waiver, ...] = ()
     baseline: Known = frozenset()
     """What an earlier report said: only what is not in it fails the audit."""
+    origins: tuple[str, ...] = ()
+    """Choices that were not made by flag, with where they were made."""
 
     def wants_tensor(self, name: str) -> bool:
         """Whether the tensor is among the chosen ones."""

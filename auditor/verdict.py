@@ -83,7 +83,8 @@ def verdict(run: RunReport, settings: Settings) -> str:
     if ExitCode.INCOMPLETE in codes or ExitCode.CHANGED in codes:
         return "incomplete"
     determined = any(judged.num_holds for step in run.steps for judged in step.judgements.values())
-    return "holds" if determined else "undetermined"
+    doubtful = settings.strict and bool(run.undetermined())
+    return "holds" if determined and not doubtful else "undetermined"
 
 
 def step_verdict(step: StepReport, run: RunReport, settings: Settings) -> str:

@@ -9,7 +9,7 @@ import sys
 import jsonschema
 import pytest
 
-from tests.paths import HEALTHY, ROOT, RUN, TP2_PP2, TP4
+from tests.paths import FIXTURES, HEALTHY, ROOT, RUN, TP2_PP2, TP4
 
 
 def auditor(*arguments, cwd=None, **environment):
@@ -32,8 +32,10 @@ def test_check_prints_the_pinpointed_drift_and_exits_1():
     assert "since step 110 (last good 100), still so at 120" in done.stdout
     assert "16 replicated tensors" in done.stdout
     assert "9 of 16 elements, max |Δ| 0.0078 (2 ulp)" in done.stdout
-    assert "Go back to step 100." in done.stdout
-    assert "(ranks 1, 3)" in done.stdout
+    assert "Go back to step 100; it descends from the drift of steps 50 to 80 (the last step before that is 40)." in (
+        done.stdout
+    )
+    assert "(tp=0: ranks 0, 2; tp=1: ranks 1, 3)" in done.stdout
     assert done.stderr == ""
 
 
@@ -44,7 +46,7 @@ def test_check_of_a_healthy_run_exits_0_and_says_what_is_undetermined():
     assert "holds · last good step 120" in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [[RUN], [HEALTHY], [ROOT / "tests/fixtures"], [RUN, "--level", "headers"]])
+@pytest.mark.parametrize("arguments", [[RUN], [HEALTHY], [FIXTURES], [RUN, "--level", "headers"]])
 def test_json_keeps_its_promise(schema, arguments):
     done = auditor("check", *arguments, "--format", "json")
     document = json.loads(done.stdout)
@@ -78,7 +80,7 @@ def test_json_finding_has_what_design_promises():
 
 
 def test_several_runs_are_wrapped():
-    document = json.loads(auditor("check", ROOT / "tests/fixtures", "--format", "json").stdout)
+    document = json.loads(auditor("check", FIXTURES, "--format", "json").stdout)
     assert [run["run"].rpartition("/")[2] for run in document["runs"]] == ["tp2_pp2", "tp4"]
 
 
@@ -134,7 +136,8 @@ def test_last_good_prints_one_path():
     done = auditor("last-good", RUN)
     assert done.returncode == 0
     assert done.stdout == f"{RUN}/global_step100\n"
-    assert "steps 50 to 80, healed at 90" in done.stderr
+    assert "steps 50 to 80, good again at 90" in done.stderr
+    assert "not step 120: REP001 replicas-differ" in done.stderr
     assert auditor("last-good", HEALTHY).stdout == f"{HEALTHY}/global_step120\n"
 
 
@@ -229,3 +232,133 @@ def test_fresh_file_times_do_not_make_the_sample_look_in_progress(tmp_path):
     shutil.copytree(HEALTHY, tmp_path / "run", copy_function=shutil.copy)
     document = json.loads(auditor("check", tmp_path / "run", "--format", "json").stdout)
     assert {step["commit"] for step in document["steps"]} == {"committed"}
+
+
+def test_empty_and_remote_paths_are_usage_errors():
+    for path in ("", "s3://bucket/run"):
+        done = auditor("check", path)
+        assert done.returncode == 2, path
+        assert done.stderr
+
+
+@pytest.mark.parametrize("steps", ["40:10", "-5", "a", "1:2:3"])
+def test_steps_that_mean_nothing_are_usage_errors(steps):
+    assert auditor("check", RUN, f"--steps={steps}").returncode == 2
+
+
+@pytest.mark.parametrize(
+    "text", ["lvel = 'names'", "strict = 'maybe'", "threads = 0", "[placement.zz]", "[[waive]]\nid = 'REP001'", "x ="]
+)
+def test_wrong_configuration_is_a_usage_error(tmp_path, text):
+    (tmp_path / "auditor.toml").write_text(text)
+    done = auditor("check", HEALTHY, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "auditor.toml" in done.stderr or "waive" in done.stderr or "placement" in done.stderr
+
+
+def test_wrong_environment_is_a_usage_error():
+    assert auditor("check", HEALTHY, AUDITOR_THREADS="x").returncode == 2
+    assert auditor("check", HEALTHY, AUDITOR_STRICT="maybe").returncode == 2
+
+
+def test_format_and_configuration_may_come_from_the_environment(tmp_path):
+    (tmp_path / "c.toml").write_text('ignore = ["REP"]\n')
+    done = auditor("check", RUN, AUDITOR_FORMAT="json", AUDITOR_CONFIG=str(tmp_path / "c.toml"))
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["verdict"] == "holds"
+
+
+def test_what_was_ignored_and_where_that_was_said_is_shown(tmp_path):
+    (tmp_path / "auditor.toml").write_text('ignore = ["REP"]\n')
+    done = auditor("check", RUN, cwd=tmp_path)
+    assert "ignored         REP001" in done.stdout
+    assert "not having judged REP001" in done.stdout
+    assert "settings: ignore from auditor.toml" in done.stdout
+
+
+def test_no_tensor_matches_and_nothing_is_left_to_judge():
+    assert auditor("check", RUN, "--tensors", "*nomatch*").returncode == 4
+    assert auditor("check", RUN, "--select", "REP001", "--ignore", "REP001").returncode == 2
+
+
+def test_waivers_accept_what_they_cover_until_they_expire(tmp_path):
+    config = tmp_path / "w.toml"
+    config.write_text('[[waive]]\nid = "REP001"\nreason = "known, resynchronised later"\n')
+    done = auditor("check", RUN, "--config", config)
+    assert done.returncode == 0
+    assert "REP001 replicas-differ  error · growing · waived" in done.stdout
+    assert "last good step 120" in done.stdout
+    config.write_text('[[waive]]\nid = "REP001"\nreason = "known"\nsteps = "50:80"\n')
+    assert auditor("check", RUN, "--config", config).returncode == 1
+    assert auditor("check", RUN, "--config", config, "--steps", ":100").returncode == 0
+    config.write_text('[[waive]]\nid = "REP001"\nreason = "known"\nuntil = 2020-01-01\n')
+    done = auditor("check", RUN, "--config", config)
+    assert done.returncode == 1
+    assert "waiver expired" in done.stdout
+
+
+def test_baseline_fails_only_on_what_is_new(tmp_path):
+    report = tmp_path / "report.json"
+    report.write_text(auditor("check", RUN, "--steps", ":100", "--format", "json").stdout)
+    assert auditor("check", RUN, "--steps", ":100", "--baseline", report).returncode == 0
+    done = auditor("check", RUN, "--baseline", report)
+    assert done.returncode == 1
+    report.write_text(auditor("check", RUN, "--format", "json").stdout)
+    done = auditor("check", RUN, "--baseline", report)
+    assert done.returncode == 0
+    assert "in the baseline" in done.stdout
+    report.write_text("{}")
+    assert auditor("check", RUN, "--baseline", report).returncode == 2
+
+
+@pytest.fixture
+def two_roots(tmp_path):
+    """Node-local saves: each node holds the files of its own tensor-parallel rank, and a pointer."""
+    for node in (0, 1):
+        for step in (10, 20, 30):
+            folder = tmp_path / f"node{node}" / f"global_step{step}"
+            folder.mkdir(parents=True)
+            for path in (HEALTHY / f"global_step{step}").iterdir():
+                if f"model_0{node}-" in path.name or f"mp_rank_0{node}_" in path.name:
+                    shutil.copy(path, folder)
+        (tmp_path / f"node{node}" / "latest").write_text("global_step30")
+    return tmp_path
+
+
+def test_several_roots_are_one_run(two_roots):
+    nodes = two_roots / "node0", two_roots / "node1"
+    done = auditor("check", *nodes, "--format", "json")
+    assert done.returncode == 0
+    document = json.loads(done.stdout)
+    assert document["last_good_step"] == 30
+    assert document["coverage"]["by_invariant"]["REP001"]["holds"] == 3 * 64
+    assert document["coverage"]["by_invariant"]["INT003"]["holds"] == 2
+
+
+def test_newest_step_that_is_complete_on_all_roots(two_roots):
+    nodes = two_roots / "node0", two_roots / "node1"
+    shutil.rmtree(nodes[1] / "global_step30")
+    (nodes[1] / "latest").write_text("global_step20")
+    done = auditor("check", *nodes, "--format", "json")
+    assert done.returncode == 1
+    document = json.loads(done.stdout)
+    assert document["last_good_step"] == 20
+    (finding,) = document["findings"]
+    assert finding["id"] == "INT001"
+    assert "INT003" in finding["consequences"]
+    assert auditor("last-good", *nodes).stdout == f"{nodes[0]}/global_step20\n"
+
+
+def test_a_file_that_two_roots_hold_makes_the_audit_incomplete(two_roots):
+    nodes = two_roots / "node0", two_roots / "node1"
+    shutil.copy(nodes[0] / "global_step10/layer_03-model_00-model_states.pt", nodes[1] / "global_step10")
+    assert auditor("check", *nodes).returncode == 3
+
+
+def test_calls_from_python():
+    import auditor as package
+
+    for _ in (1, 2):
+        assert package.check(str(HEALTHY), steps="10", level="headers", select=["INT"]).runs[0].findings == []
+    with pytest.raises(ValueError, match="levle"):
+        package.check(str(HEALTHY), levle="headers")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from auditor.invariants.registry import Invariant, Needs
 from auditor.model.catalog import WITHHELD, Catalog, FileState, ProblemKind, Scalar
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
-from auditor.model.run import Commit, RunState, StepEvidence, StepState
+from auditor.model.run import Commit, PointerState, RunState, StepEvidence, StepState
 
 
 def base_name(path: str) -> str:
@@ -100,7 +100,8 @@ def checksums_hold(evidence: StepEvidence) -> Judgement:
     for number, found in evidence.observations.checksums.items():
         file = catalog.files[number]
         if found.bad:
-            detail = f"{len(found.bad)} parts don't fit their checksum, first {found.bad[0]}"
+            count = "1 part doesn't fit its" if len(found.bad) == 1 else f"{len(found.bad)} parts don't fit their"
+            detail = f"{count} checksum: {found.bad[0]}"
             location = Location(catalog.step, file.name, coordinate=file.coordinate, detail=detail)
             violations.append(Violation(base_name(file.name), (location,), f"{base_name(file.name)}: {detail}"))
         elif found.reason:
@@ -125,32 +126,38 @@ def _per_step(run: RunState, violations: Iterable[tuple[StepState, Violation]]) 
     }
 
 
-def _number_in(path: str) -> int:
-    """The step that a folder's name tells, -1 if it tells none."""
+def _number_in(path: str, otherwise: int) -> int:
+    """The step that a folder's name tells, ``otherwise`` if it tells none."""
     digits = re.findall(r"\d+", base_name(path))
-    return int(digits[-1]) if digits and len(digits[-1]) < 16 else -1
+    return int(digits[-1]) if digits and len(digits[-1]) < 16 else otherwise
 
 
 def pointers_lead_to_whole_steps(run: RunState) -> dict[int, Judgement]:
     """The step that a pointer names exists and is whole."""
     by_path = {state.path: state for state in run.steps}
-    found: dict[int, list[Violation]] = {}
-    held: dict[int, int] = {}
+    newest = max((state.step for state in run.steps), default=-1)
+    if not run.pointers:
+        reason = "no pointer file is there" if run.complete else "not all saved steps were looked at"
+        return {newest: Judgement(not_applicable={reason: 1})}
+    judged: dict[int, Judgement] = {}
     for pointer in run.pointers:
         target = by_path.get(pointer.target)
-        if target is not None and target.whole:
-            held[target.step] = held.get(target.step, 0) + 1
-            continue
-        # A step that is not there is bad, not the newest that is.
-        step = target.step if target else _number_in(pointer.target)
-        lacks = f"lacks {len(target.missing)} files" if target else "is not there"
-        name = base_name(pointer.target) or "a name that leads out of the run"
-        message = f"{base_name(pointer.file)} names {name}, which {lacks}"
-        location = Location(step, pointer.file, detail=message)
-        causes = frozenset(target.missing) if target else frozenset()
-        violation = Violation(base_name(pointer.file), (location,), message, explained_by=causes)
-        found.setdefault(step, []).append(violation)
-    return {step: Judgement(held.get(step, 0), tuple(found.get(step, ()))) for step in held.keys() | found.keys()}
+        step = target.step if target else _number_in(pointer.target, newest)
+        found = Judgement(1) if target and target.whole else Judgement(violations=(_dangling(pointer, target, step),))
+        judged[step] = judged[step].merged(found) if step in judged else found
+    return judged
+
+
+def _dangling(pointer: PointerState, target: StepState | None, step: int) -> Violation:
+    file = base_name(pointer.file)
+    if not pointer.target:
+        message = f"{file} does not hold the name of a step folder"
+    elif target is None:
+        message = f"{file} names {base_name(pointer.target)}, which is not there"
+    else:
+        message = f"{file} names {base_name(pointer.target)}, which lacks {len(target.missing)} files"
+    causes = frozenset(target.missing) if target else frozenset()
+    return Violation(file, (Location(step, pointer.file, detail=message),), message, explained_by=causes)
 
 
 def steps_were_finished(run: RunState) -> dict[int, Judgement]:
@@ -228,7 +235,7 @@ INVARIANTS = (
         example="latest names global_step300, which is not there",
         misses="A pointer to a whole step that is the wrong one.",
         hint="Write the last good step's name into the pointer before resuming.",
-        judge_run=pointers_lead_to_whole_steps,
+        judge_run=pointers_lead_to_whole_steps, needs=Needs.NAMES,
     ),
     Invariant(
         "INT004", "step-uncommitted", Severity.ERROR,
@@ -238,7 +245,7 @@ INVARIANTS = (
         example="global_step300 lacks 4 files and nothing commits it",
         misses="A save in which every file is there but the last of them is not wholly flushed.",
         hint="Remove the torn step or finish copying it; resume from the last good step.",
-        judge_run=steps_were_finished, likely_causes=(_TORN,), goes_first=True,
+        judge_run=steps_were_finished, needs=Needs.NAMES, likely_causes=(_TORN,), goes_first=True,
     ),
     Invariant(
         "INT005", "step-disagrees", Severity.ERROR,
@@ -277,7 +284,7 @@ INVARIANTS = (
         statement="Every checksum that a file stores itself (CRC-32 of a zip member) fits the bytes it was taken of.",
         rationale="torch.load does not look at them: a flipped bit in storage becomes a weight in silence.",
         source="pytorch/pytorch#126952",
-        example="layer_03-model_01-model_states.pt: 1 parts don't fit their checksum, first …/data/7",
+        example="layer_03-model_01-model_states.pt: 1 part doesn't fit its checksum: …/data/7",
         misses="Bits that rotted before the checksum was taken; files whose writer computed none.",
         hint="Restore the file from another copy.",
         judge_step=checksums_hold, needs=Needs.CHECKSUMS,
@@ -290,7 +297,7 @@ INVARIANTS = (
         example="global_step300 and global_step300_old both say that they are step 300",
         misses="A step that was saved again into the same folder.",
         hint="Move the folder that is not part of this run out of it.",
-        judge_run=steps_are_saved_once,
+        judge_run=steps_are_saved_once, needs=Needs.NAMES,
     ),
     Invariant(
         "INT008", "pointer-behind", Severity.NOTE,
@@ -300,6 +307,6 @@ INVARIANTS = (
         example="global_step400 is whole, the pointer names step 300",
         misses="Newer steps that are not whole (INT004).",
         hint="If nobody set it back on purpose, find out why the last save did not move it.",
-        judge_run=pointer_is_newest,
+        judge_run=pointer_is_newest, needs=Needs.NAMES,
     ),
 )  # fmt: skip

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from auditor.model.finding import Judgement, LikelyCause, Severity
+from auditor.model.observation import DifferenceClass
 from auditor.model.run import RunState, StepEvidence
 
 FAMILIES = {
@@ -56,6 +57,8 @@ class Invariant:
     judge_step: StepJudge | None = None
     judge_run: RunJudge | None = None
     likely_causes: tuple[LikelyCause, ...] = ()
+    causes_by_class: Mapping[DifferenceClass, tuple[LikelyCause, ...]] = field(default_factory=dict)
+    """Causes that fit differences of one class better than ``likely_causes`` do."""
     goes_first: bool = False
     """Whether it goes before the others of its family, whatever its number: it explains them."""
     one_fault: bool = False

@@ -8,7 +8,7 @@ from auditor.invariants.registry import Invariant, Needs
 from auditor.model.catalog import WITHHELD, Catalog, FileState, Role, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
-from auditor.model.observation import Difference, Observations, ReplicaGroup, replica_groups
+from auditor.model.observation import Difference, DifferenceClass, Observations, ReplicaGroup, replica_groups
 from auditor.model.run import StepEvidence
 
 
@@ -96,6 +96,10 @@ def _location(
     )  # fmt: skip
 
 
+_OTHER_FILE = LikelyCause("a file of another step or run among the others", "hiyouga/LlamaFactory#655")
+_FLIPPED = LikelyCause("a bit flipped in memory or storage", "pytorch/torchtitan#4324")
+_KERNELS = LikelyCause("non-deterministic kernels: differences began as single ulps", "pytorch/pytorch#160169")
+
 INVARIANTS = (
     Invariant(
         "REP001", "replicas-differ", Severity.ERROR,
@@ -113,7 +117,11 @@ INVARIANTS = (
                         "deepspeedai/DeepSpeed#1801"),
             LikelyCause("gradients of replicated parameters are not summed over the axis "
                         "(sequence parallelism, router, norms)", "pytorch/torchtitan#2387; NVIDIA/Megatron-LM#619"),
-            LikelyCause("non-deterministic kernels, if differences began as single ulps", "pytorch/pytorch#160169"),
         ),
+        causes_by_class={
+            DifferenceClass.SINGLE_BIT: (_FLIPPED,), DifferenceClass.GROSS: (_OTHER_FILE, _FLIPPED),
+            DifferenceClass.ISOLATED_ULPS: (_KERNELS,), DifferenceClass.NOISE_SEEDED_GROWTH: (_KERNELS,),
+            DifferenceClass.EQUAL_AS_NUMBERS: (_KERNELS,),
+        },
     ),
 )  # fmt: skip

@@ -49,6 +49,8 @@ class RunState:
     steps: tuple[StepState, ...]
     """In order of step number, then path."""
     pointers: tuple[PointerState, ...] = ()
+    complete: bool = True
+    """Whether all saved steps are in ``steps``; if not, nothing can be said of pointers."""
 
 
 @dataclass(frozen=True, slots=True)

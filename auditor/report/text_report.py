@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from rich.markup import escape
 
 from auditor.audit import Report, RunReport, StepReport
-from auditor.invariants.registry import find
+from auditor.invariants.registry import invariants
 from auditor.model.finding import Finding, Interval, Location, Outcome, Severity
 from auditor.model.run import Commit
 from auditor.report.text_safety import visible
 from auditor.settings import Level
+from auditor.timeline.last_good import ABOUT_THE_RUN
 from auditor.verdict import exit_code, verdict
 
 MAX_TENSORS = 8
@@ -27,6 +28,8 @@ def text_lines(report: Report) -> Iterator[str]:
         if number:
             yield ""
         yield from _run(run, report)
+    if report.settings.origins:
+        yield f"settings: {safe(', '.join(report.settings.origins))}"
     for waiver in report.expired:
         yield f"[yellow]waiver expired[/] {waiver.id} {safe(waiver.tensor)} on {waiver.until}: {safe(waiver.reason)}"
     yield f"exit code {int(exit_code(report))}"
@@ -51,10 +54,28 @@ def _run(run: RunReport, report: Report) -> Iterator[str]:
     yield from _trouble(run)
     yield from _coverage(run)
     word = verdict(run, report.settings)
-    good = f"last good step {run.last_good.step}" if run.last_good else "no good step"
-    if run.last_good and run.findings:
-        good += f" ({safe(run.last_good.path or '.')})"
-    yield f"  [bold {_VERDICT_COLOURS[word]}]{word}[/] · {good}"
+    yield f"  [bold {_VERDICT_COLOURS[word]}]{word}[/]{_why_word(run, report)} · {_good_phrase(run, report)}"
+
+
+def _why_word(run: RunReport, report: Report) -> str:
+    strict = report.settings.strict and run.undetermined()
+    return " (--strict: undetermined fails)" if strict and verdict(run, report.settings) == "undetermined" else ""
+
+
+def _good_phrase(run: RunReport, report: Report) -> str:
+    """The last good step, and what that rests on."""
+    if run.last_good is None:
+        newest = f": {run.rejected[0][1]}" if len(run.steps) == 1 and run.rejected else ""
+        return f"no good step among the {len(run.steps)} looked at{safe(newest)}"
+    phrase = f"last good step {run.last_good.step}"
+    if run.findings:
+        phrase += f" ({safe(run.last_good.path or '.')})"
+    narrowed = [
+        *run.unjudged(),
+        *([f"tensors other than {report.settings.tensors}"] if report.settings.tensors else []),
+    ]
+    serious = [name for name in narrowed if name != "INT010"]
+    return f"{phrase}, not having judged {safe(', '.join(serious))}" if serious else phrase
 
 
 def _steps_phrase(steps: Sequence[int]) -> str:
@@ -74,7 +95,7 @@ def _read_phrase(run: RunReport) -> str:
     seen = run.coverage
     again = f", {size(seen.num_bytes_reread)} again for differences or checksums" if seen.num_bytes_reread else ""
     return (
-        f"{phrase}: read {size(seen.num_bytes_read)} of {size(seen.num_bytes_total)}{again} · "
+        f"{phrase}: read {size(seen.num_bytes_read)} of weights in {size(seen.num_bytes_total)} of files{again} · "
         f"{seen.num_tensors:,} tensors in {seen.num_pieces:,} pieces · {run.seconds:.1f} s"
     )
 
@@ -98,8 +119,8 @@ def _finding(finding: Finding, run: RunReport) -> Iterator[str]:
     yield f"  {safe(finding.message)}{_ranks_phrase(finding, run)}"
     for interval in finding.intervals:
         yield ""
-        if interval.last_good is not None or interval.healed is not None or len(run.steps) > 1:
-            yield f"  {_interval_phrase(interval)}"
+        if finding.id not in ABOUT_THE_RUN and len(run.steps) > 1:
+            yield f"  {_interval_phrase(interval, finding)}"
         yield from _onsets(interval)
         yield from _where(finding, interval, run)
     yield ""
@@ -108,25 +129,48 @@ def _finding(finding: Finding, run: RunReport) -> Iterator[str]:
         yield f"  majority  the others agree; likely wrong: {places} (a majority can be wrong: see `auditor explain`)"
     for cause in finding.likely_causes[:2]:
         yield f"  maybe     {safe(cause.text)} ({safe(cause.source)})"
-    back = f"Go back to step {run.last_good.step}. " if run.last_good and finding.severity is Severity.ERROR else ""
-    yield f"  next      {back}{safe(finding.hint)}"
+    yield f"  next      {_back_phrase(finding, run)}{safe(finding.hint)}"
+
+
+def _back_phrase(finding: Finding, run: RunReport) -> str:
+    """Which step to go back to, where that is the question, and what it descends from."""
+    if run.last_good is None or finding.severity is not Severity.ERROR or finding.accepted:
+        return ""
+    good, newest = run.last_good.step, max(step.state.step for step in run.steps)
+    before = [interval for interval in finding.intervals if interval.first_bad < good]
+    if good == newest:
+        return f"The newest step, {good}, is good. "
+    if not before or not finding.difference_class:
+        return f"Go back to step {good}. "
+    first = before[0]
+    clean = f"the last step before that is {first.last_good}" if first.last_good is not None else "none is before that"
+    span = f"{first.first_bad} to {first.last_bad}"
+    return f"Go back to step {good}; it descends from the drift of steps {span} ({clean}). "
 
 
 def _ranks_phrase(finding: Finding, run: RunReport) -> str:
-    """Global ranks of the side that differs from the reference, where they are known and few."""
-    places = {location.coordinate for location in finding.locations if location.num_elements_differ is not None}
-    ranks = sorted({rank for place in places for rank in run.mesh.global_ranks(place) or ()})
-    return f" (rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))})" if 0 < len(ranks) <= 8 else ""
+    """Global ranks of the places that differ, where they are known and few."""
+    places = {x.coordinate for x in finding.locations if x.num_elements_differ is not None}
+    places |= {x.reference for x in finding.locations if x.num_elements_differ is not None}
+    named = []
+    for place in sorted(places, key=lambda place: place.indices):
+        ranks = run.mesh.global_ranks(place)
+        if not ranks or len(ranks) > 8 or len(places) > 4:
+            return ""
+        named.append(f"{place}: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
+    return f" ({'; '.join(named)})" if named else ""
 
 
-def _interval_phrase(interval: Interval) -> str:
-    since = f"since step [bold]{interval.first_bad}[/bold]"
+def _interval_phrase(interval: Interval, finding: Finding) -> str:
     before = f"last good {interval.last_good}" if interval.last_good is not None else "no good step before it"
-    if interval.healed is not None:
-        after = f"healed at {interval.healed}"
-    else:
-        after = f"still so at {interval.last_bad}" if interval.last_bad != interval.first_bad else "in no later step"
-    return f"{since} ({before}), {after}"
+    word = "healed" if finding.difference_class else "good again"
+    if interval.healed is None and interval.first_bad != interval.last_bad:
+        return f"since step [bold]{interval.first_bad}[/bold] ({before}), still so at {interval.last_bad}"
+    if interval.healed is None:
+        return f"at step [bold]{interval.first_bad}[/bold] ({before})"
+    if interval.first_bad == interval.last_bad:
+        return f"at step [bold]{interval.first_bad}[/bold] only ({before}), {word} at {interval.healed}"
+    return f"since step [bold]{interval.first_bad}[/bold] ({before}), {word} at {interval.healed}"
 
 
 def _onsets(interval: Interval) -> Iterator[str]:
@@ -149,13 +193,14 @@ def _tensors(locations: Sequence[Location]) -> Iterator[str]:
     for location in locations:
         by_tensor[location.tensor].append(location)
     width = max(len(visible(name)) for name in list(by_tensor)[:MAX_TENSORS])
+    yield f"    at step {locations[0].step}, in model order:"
     for name in list(by_tensor)[:MAX_TENSORS]:
         mine = by_tensor[name]
         # Locations come in order of roles, so the first is the parameter wherever that differs.
         worst = max((x for x in mine if x.role is mine[0].role), key=lambda x: x.max_abs_difference or 0.0)
         others = sorted({x.role.value for x in mine if x.role and x.role is not worst.role})
         also = f"; also {', '.join(others)}" if others else ""
-        yield f"    {safe(name)}{' ' * (width - len(visible(name)))}  {_amount(worst)}{also}"
+        yield f"      {safe(name)}{' ' * (width - len(visible(name)))}  {_amount(worst)}{also}"
     if len(by_tensor) > MAX_TENSORS:
         yield f"    … and {len(by_tensor) - MAX_TENSORS} more (all in --format json)"
 
@@ -195,16 +240,21 @@ def _trouble(run: RunReport) -> Iterator[str]:
 
 
 def _coverage(run: RunReport) -> Iterator[str]:
-    held = []
+    words = []
     for item in run.chosen:
         counts = run.counts(item.id)
-        if counts[Outcome.HOLDS]:
-            held.append(f"{item.id} {counts[Outcome.HOLDS]:,}")
-    if held:
-        yield f"  holds         {' · '.join(held)}"
-    if run.not_asked():
-        yield f"  not asked     {', '.join(run.not_asked())}: a higher --level judges them"
+        violated = f" and {counts[Outcome.VIOLATED]:,} not" if counts[Outcome.VIOLATED] else ""
+        if counts[Outcome.HOLDS] or violated:
+            words.append(f"{item.id} {counts[Outcome.HOLDS]:,}{violated}")
+    if words:
+        yield f"  holds           {' · '.join(words)}"
+    ignored = [item.id for item in invariants() if item not in run.chosen]
+    if ignored:
+        yield f"  ignored         {', '.join(ignored)}"
+    for level, names in run.beyond_level().items():
+        them = "it" if len(names) == 1 else "them"
+        yield f"  not asked       {', '.join(names)}: --level {level.name.lower()} judges {them}"
+    for (identifier, reason), count in sorted(run.reasons("not_applicable").items()):
+        yield f"  not applicable  {identifier}: {count} · {safe(reason)}"
     for (identifier, reason), count in sorted(run.undetermined().items()):
-        invariant = find(identifier)
-        name = f" {invariant.name}" if invariant else ""
-        yield f"  undetermined  {identifier}{name}: {count} · {safe(reason)}"
+        yield f"  undetermined    {identifier}: {count} a step · {safe(reason)}"

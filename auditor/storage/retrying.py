@@ -24,12 +24,6 @@ class RetryingStore:
         """Where the wrapped store is."""
         return self.inner.location
 
-    @property
-    def roots(self) -> tuple[Store, ...]:
-        """The wrapped store's roots, each tried again, where it has several."""
-        inner = getattr(self.inner, "roots", None)
-        return tuple(RetryingStore(root, self.num_attempts, self.first_wait_seconds) for root in inner or (self.inner,))
-
     def again(self, action: Callable[[], T]) -> T:
         """What ``action`` returns; the last failure is raised when all attempts are used up."""
         for attempt in range(self.num_attempts - 1):

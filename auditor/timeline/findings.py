@@ -173,7 +173,7 @@ def _finding(fault: _Fault, steps: Mapping[int, StepJudgements]) -> Finding:
     return Finding(
         invariant.id, invariant.name, severity, _message(fault, locations), invariant.hint, locations, found, kind,
         tuple(sorted(minority, key=lambda place: place.indices)), tuple(sorted(fault.consequences)),
-        invariant.likely_causes,
+        invariant.causes_by_class.get(kind, invariant.likely_causes) if kind else invariant.likely_causes,
     )  # fmt: skip
 
 

@@ -15,33 +15,54 @@ NEEDED_IDS = ("INT001", "INT002", "COV001")
 """Of them, those without which nothing is known of a step's wholeness."""
 
 
-def bad_steps(found: Sequence[Finding], fail_on: Severity) -> set[int]:
-    """Steps in which a finding at or above ``fail_on`` shows that is not waived."""
-    return {
-        location.step
-        for finding in found
-        if finding.severity >= fail_on and not finding.accepted
-        for location in finding.locations
-    }
+ABOUT_THE_RUN = ("INT003", "INT008")
+"""Findings about pointers: no step is bad because of them (a pointed-at step that lacks files is so by INT001)."""
+
+
+def bad_steps(found: Sequence[Finding], fail_on: Severity) -> dict[int, Finding]:
+    """Steps in which a finding at or above ``fail_on`` shows that is not accepted, with the first such finding."""
+    bad: dict[int, Finding] = {}
+    for finding in found:
+        if finding.severity >= fail_on and not finding.accepted and finding.id not in ABOUT_THE_RUN:
+            for location in finding.locations:
+                bad.setdefault(location.step, finding)
+    return bad
 
 
 def last_good(
     states: Sequence[StepState], steps: Mapping[int, StepJudgements], found: Sequence[Finding], fail_on: Severity,
     *, serious: AbstractSet[str], strict: bool,
-) -> StepState | None:  # fmt: skip
-    """The newest committed step without a violation at or above ``fail_on`` and with INT and COV holding.
+) -> tuple[StepState | None, list[tuple[int, str]]]:  # fmt: skip
+    """The newest good step, and why each newer one is not: committed, whole, judged, and without a violation.
 
     ``serious``: ids of invariants whose violation makes a step bad even where they were not asked for.
     """
     bad = bad_steps(found, fail_on)
+    rejected: list[tuple[int, str]] = []
     for state in reversed(states):
-        judged = steps.get(state.step)
-        if state.commit is not Commit.COMMITTED or not state.whole or state.step in bad or judged is None:
-            continue
-        undetermined = [identifier for identifier, judgement in judged.items() if judgement.undetermined]
-        unwhole = [key for key, judgement in judged.items() if key.startswith(NEEDED) and judgement.violations]
-        if (strict and undetermined) or any(identifier.startswith(NEEDED) for identifier in undetermined):
-            continue
-        if all(identifier in judged for identifier in NEEDED_IDS) and not set(unwhole) & serious:
-            return state
-    return None
+        reason = _why_not(state, steps.get(state.step), bad.get(state.step), serious, strict=strict)
+        if not reason:
+            return state, rejected
+        rejected.append((state.step, reason))
+    return None, rejected
+
+
+def _why_not(
+    state: StepState, judged: StepJudgements | None, finding: Finding | None, serious: AbstractSet[str], *, strict: bool
+) -> str:
+    """Why a step is not good; empty where it is."""
+    if state.commit is not Commit.COMMITTED:
+        return f"it is {state.commit.value}"
+    if finding is not None:
+        return f"{finding.id} {finding.name}"
+    if not state.whole:
+        return f"it lacks {len(state.missing)} files"
+    judged = judged or {}
+    unknown = [identifier for identifier in NEEDED_IDS if identifier not in judged]
+    if unknown:
+        return f"{', '.join(unknown)} was not judged: a higher --level does"
+    violated = [key for key, item in judged.items() if key.startswith(NEEDED) and item.violations and key in serious]
+    unclear = [key for key, item in judged.items() if item.undetermined and (strict or key.startswith(NEEDED))]
+    if violated or unclear:
+        return f"{(violated or unclear)[0]} is {'violated' if violated else 'undetermined'}"
+    return ""

@@ -235,7 +235,7 @@ def test_findings_carry_the_words_of_their_invariant():
     assert (found.id, found.name, found.hint, found.severity) == ("INT001", INT.name, "hint INT001", Severity.ERROR)
     assert (found.difference_class, found.minority, found.waived) == (None, (), False)
     (found,) = of_replicas({10: judged(differs(10))})
-    assert found.likely_causes == REP.likely_causes
+    assert found.likely_causes == REP.causes_by_class[found.difference_class]
 
 
 def test_replica_messages():

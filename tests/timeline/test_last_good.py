@@ -21,7 +21,7 @@ def finding(*steps, severity=Severity.ERROR, waived=False):
 
 def chosen(steps, *found, states=None, fail_on=Severity.ERROR, strict=False, serious=frozenset()):
     states = [state(step) for step in steps] if states is None else states
-    good = last_good(states, steps, found, fail_on, serious=serious, strict=strict)
+    good, _ = last_good(states, steps, found, fail_on, serious=serious, strict=strict)
     return good.step if good else None
 
 
@@ -46,10 +46,21 @@ def test_findings_below_the_threshold_and_waived_ones_do_not_count():
 
 
 def test_bad_steps_are_those_with_locations():
-    assert bad_steps([finding(2, 5), finding(7, severity=Severity.NOTE), finding(9, waived=True)], Severity.ERROR) == {
-        2,
-        5,
-    }
+    found = [finding(2, 5), finding(7, severity=Severity.NOTE), finding(9, waived=True)]
+    assert set(bad_steps(found, Severity.ERROR)) == {2, 5}
+
+
+def test_a_pointer_makes_no_step_bad():
+    dangling = Finding("INT003", "dangling-pointer", Severity.ERROR, "", "", (Location(2),))
+    assert bad_steps([dangling], Severity.ERROR) == {}
+
+
+def test_newer_steps_are_rejected_with_a_reason():
+    steps = {1: ALL_HOLD, 2: ALL_HOLD, 3: ALL_HOLD}
+    states = [state(1), state(2), state(3, commit=Commit.UNCOMMITTED)]
+    good, rejected = last_good(states, steps, [finding(2)], Severity.ERROR, serious=frozenset(), strict=False)
+    assert good.step == 1
+    assert rejected == [(3, "it is uncommitted"), (2, "REP001 replicas-differ")]
 
 
 @pytest.mark.parametrize("unfit", [{"whole": False}, {"commit": Commit.UNCOMMITTED}, {"commit": Commit.IN_PROGRESS}])
