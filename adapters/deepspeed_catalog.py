@@ -85,8 +85,9 @@ class DeepSpeedReading:
 
     def _check_root(self, file: StepFile, coordinate: Coordinate) -> None:
         """torch.save names the root after the path: a copied or renamed file keeps that of its origin."""
-        if file.content and file.content.root not in (file.name.removesuffix(".pt"), "archive"):
-            self._problem(ProblemKind.OTHER_RANK, file, f"was saved as {file.content.root}.pt", coordinate)
+        # A saver that writes NAME.pt.tmp and renames it leaves NAME.pt; one that writes to a buffer leaves `archive`.
+        if file.content and file.content.root not in (file.name.removesuffix(".pt"), file.name, "archive"):
+            self._problem(ProblemKind.OTHER_RANK, file, f"was saved under the name {file.content.root}", coordinate)
 
     # Weights: layer files
 
@@ -143,7 +144,10 @@ class DeepSpeedReading:
         length = members.partition_length(self.degrees.dp)
         if flat is None and file.state is FileState.PRESENT:
             return
-        if flat is not None and flat.shape[0] != length:
+        filled = members.num_elements - coordinate.as_dict()["dp"] * length
+        # ZeRO-1 and 2 store the last fp32 partition without its padding.
+        trimmed = flat is not None and 0 <= filled < length and flat.shape[0] == filled
+        if flat is not None and flat.shape[0] != length and not trimmed:
             # Cut at the wrong places, every slice would be another parameter's.
             message = f"its {role.value} group {group} has {flat.shape[0]} elements, param_shapes imply {length}"
             self._problem(ProblemKind.METADATA, file, message, coordinate)
@@ -152,6 +156,8 @@ class DeepSpeedReading:
         file_id = self.builder.file_id(join(self.folder.path, file.name))
         key, width = f"{'.'.join(_FLATS[role])}[{group}]", dtype.bits // 8
         for piece in members.slices(coordinate.as_dict()["dp"], length):
+            if not piece.name and trimmed:
+                continue
             if not piece.name:
                 name, count = f"{role.value}.group{group}@{coordinate}", piece.stop - piece.start
                 tensor = self.builder.tensor(name, Role.PADDING, dtype, (count,), 1 << 50)

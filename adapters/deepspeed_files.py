@@ -77,6 +77,7 @@ class StepFile:
         return File(
             join(folder, self.name), entry.num_bytes if entry else 0, entry.identity if entry else "",
             self.state, coordinate, self.detail, "torch-zip",
+            tuple(sorted(self.content.opaque.items())) if self.content else (),
         )  # fmt: skip
 
 

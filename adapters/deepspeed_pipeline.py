@@ -52,7 +52,7 @@ class DeepSpeedPipeline:
         if "latest" not in folder.files:
             return None
         name = join(folder.path, "latest")
-        tag = read_text(store, name).strip()
+        tag = read_text(store, name).strip().rstrip("/")
         # A name found inside a file may not lead out of the folder.
         inside = tag and "/" not in tag and "\\" not in tag and tag not in (".", "..")
         return Pointer(name, join(folder.path, tag) if inside else "")

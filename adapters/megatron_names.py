@@ -9,7 +9,7 @@ Source: Megatron-LM ``megatron/core/tensor_parallel/layers.py`` and the layer cl
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from auditor.model.mesh import Replicate, Shard
 
@@ -21,6 +21,14 @@ class Sizes:
     hidden: int | None = None
     ffn: int | None = None
     vocab: int | None = None
+    qkv: int | None = None
+    """Rows of the fused query, key and value projection."""
+    attention: int | None = None
+    """Width of all heads together."""
+    head: int | None = None
+    """Width of one head."""
+    gated: bool = False
+    """Whether the first projection of the MLP is two of them, gate above up. Each rank then holds both halves."""
 
     def of(self, term: str) -> int | None:
         """The value of a term of a formula, such as ``3 hidden``; None where it is not recorded."""
@@ -62,6 +70,26 @@ RULES = (
         for part in ("weight", "bias")
     ),
 )
+CORE_RULES = (
+    Rule("self_attention.linear_qkv.weight", ("qkv", "hidden"), _ROWS),
+    Rule("self_attention.linear_qkv.bias", ("qkv",), _ROWS),
+    Rule("self_attention.linear_proj.weight", ("hidden", "attention"), _COLUMNS),
+    Rule("self_attention.linear_proj.bias", ("hidden",), _ALL),
+    Rule("self_attention.q_layernorm.weight", ("head",), _ALL),
+    Rule("self_attention.k_layernorm.weight", ("head",), _ALL),
+    Rule("mlp.linear_fc1.weight", ("ffn", "hidden"), _ROWS),
+    Rule("mlp.linear_fc1.bias", ("ffn",), _ROWS),
+    Rule("mlp.linear_fc2.weight", ("hidden", "ffn"), _COLUMNS),
+    Rule("mlp.linear_fc2.bias", ("hidden",), _ALL),
+    Rule("output_layer.weight", ("vocab", "hidden"), _ROWS),
+    *(
+        # Norms that are fused into the projection after them keep the norm's placement.
+        Rule(f"{norm}{part}", ("hidden",), _ALL)
+        for norm in ("pre_mlp_layernorm.", "self_attention.linear_qkv.layer_norm_", "mlp.linear_fc1.layer_norm_")
+        for part in ("weight", "bias")
+    ),
+)
+"""Names of megatron-core. Source: ``megatron/core/models/gpt/gpt_layer_specs.py``; ``transformer/attention.py``."""
 _FINAL_NORM = Rule("", ("hidden",), _ALL)
 _POSITIONS = "position_embeddings.weight"
 
@@ -72,13 +100,16 @@ class Placed:
 
     how: Shard | Replicate | None
     reason: str = ""
+    halves: bool = False
+    """Whether a rank's part is two equal parts that lie half the tensor apart (gate and up)."""
 
 
 def rule_for(name: str) -> Rule | None:
     """The rule for a parameter called ``name`` within its pipeline layer."""
     if name in ("weight", "bias"):
         return _FINAL_NORM
-    return next((rule for rule in RULES if name == rule.suffix or name.endswith(f".{rule.suffix}")), None)
+    rules = (*RULES, *CORE_RULES)
+    return next((rule for rule in rules if name == rule.suffix or name.endswith(f".{rule.suffix}")), None)
 
 
 def place(name: str, local: tuple[int, ...], degree: int, sizes: Sizes, stated: Shard | Replicate | None) -> Placed:
@@ -101,27 +132,48 @@ def place(name: str, local: tuple[int, ...], degree: int, sizes: Sizes, stated: 
 def _by_formula(rule: Rule, local: tuple[int, ...], degree: int, sizes: Sizes) -> Placed:
     if len(local) != len(rule.shape):
         return Placed(None, f"it is stored with {len(local)} dims, its name implies {len(rule.shape)}")
+    halves = sizes.gated and rule.shape[0] == "ffn"
     for dim, (term, stored) in enumerate(zip(rule.shape, local, strict=True)):
         full = sizes.of(term)
+        if full is not None and halves and dim == 0:
+            full *= 2
         cut = isinstance(rule.placement, Shard) and rule.placement.dim == dim
-        # A gated first projection is two halves on every rank: without its size it can't be told from a plain one.
-        if full is None and (not cut or (term == "ffn" and dim == 0)):
+        # Gated first projections and grouped queries lie otherwise: without a size they can't be told from plain ones.
+        if full is None and (not cut or (term in ("ffn", "qkv") and dim == 0)):
             return Placed(None, f"no size is recorded to hold its dim {dim} against")
         if full is not None and stored * (degree if cut else 1) != full:
             return Placed(None, f"dim {dim} is stored as {stored}; its name and the recorded sizes imply "
                                 f"{full // degree if cut else full}")  # fmt: skip
-    return Placed(rule.placement)
+    return Placed(rule.placement, halves=halves)
 
 
 def sizes_from(args: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]]) -> Sizes:
     """Recorded sizes: Megatron's ``args``, and the hidden size also from a weight whose dim 1 is never cut."""
-
-    def number(key: str) -> int | None:
-        value = args.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-    hidden = number("hidden_size")
+    hidden = _count(args, "hidden_size")
     uncut = ("self_attention.query_key_value.weight", "mlp.dense_h_to_4h.weight", "word_embeddings.weight")
     if hidden is None:
         hidden = next((s[1] for name, s in shapes.items() if name.endswith(uncut) and len(s) == 2), None)
-    return Sizes(hidden, number("ffn_hidden_size"), number("padded_vocab_size"))
+    return Sizes(hidden, _count(args, "ffn_hidden_size"), _count(args, "padded_vocab_size"))
+
+
+def core_sizes_from(args: Mapping[str, object], shapes: Mapping[str, tuple[int, ...]], degree: int) -> Sizes:
+    """As :func:`sizes_from`, with what megatron-core's names need besides, for ``degree`` tensor-parallel ranks.
+
+    A query group is never cut: with fewer groups than ranks the projection lies otherwise, and its size is left out.
+    Source: Megatron-LM ``megatron/core/transformer/attention.py`` (linear_qkv), ``mlp.py`` (gated linear units).
+    """
+    sizes = sizes_from(args, shapes)
+    heads = _count(args, "num_attention_heads")
+    gated = any(args.get(key) is True for key in ("swiglu", "quick_geglu", "gated_linear_unit"))
+    gated = gated and not args.get("glu_interleave_size")
+    if heads is None or sizes.hidden is None:
+        return replace(sizes, gated=gated)
+    head = _count(args, "kv_channels") or sizes.hidden // heads
+    groups = _count(args, "num_query_groups") if args.get("group_query_attention") is True else heads
+    qkv = (heads + 2 * groups) * head if groups and groups % degree == 0 else None
+    return replace(sizes, qkv=qkv, attention=heads * head, head=head, gated=gated)
+
+
+def _count(args: Mapping[str, object], key: str) -> int | None:
+    value = args.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

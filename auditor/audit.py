@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -28,7 +28,7 @@ from auditor.observe.difference import measure_differences
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.settings import DEFAULTS, Level, Settings
 from auditor.storage.retrying import RetryingStore
-from auditor.storage.store import Store
+from auditor.storage.store import Entry, StorageError, Store
 from auditor.storage.union import UnionStore
 from auditor.timeline.findings import findings
 from auditor.timeline.last_good import NEEDED, last_good
@@ -58,10 +58,13 @@ class StepReport:
     state: StepState
     level: Level
     judgements: Mapping[str, Judgement]
+    wholeness: Mapping[str, Judgement]
+    """Judgements of INT and COV over all tensors, also those that weren't chosen."""
     changed: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
     """What storage refused; the audit of this step is incomplete."""
     opaque: Mapping[str, int] = field(default_factory=dict)
+    mesh: Mesh = NO_MESH
 
 
 @dataclass(slots=True)
@@ -70,6 +73,9 @@ class RunReport:
 
     path: str
     mesh: Mesh = NO_MESH
+    """Of the newest audited step."""
+    num_saved_before: int = 0
+    """Saved steps before the first that was looked at."""
     steps: list[StepReport] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     last_good: StepState | None = None
@@ -79,6 +85,10 @@ class RunReport:
     unrecognised: Mapping[str, str] = field(default_factory=dict)
     chosen: tuple[Invariant, ...] = ()
     seconds: float = 0.0
+
+    def mesh_of(self, step: int) -> Mesh:
+        """The mesh that wrote a step; meshes may change at a resume."""
+        return next((item.mesh for item in self.steps if item.state.step == step), self.mesh)
 
     def counts(self, identifier: str) -> dict[Outcome, int]:
         """Outcomes of one invariant over all steps, in subjects."""
@@ -200,22 +210,38 @@ class _Audit:
         sources = [step for step in source.steps if step.match.step in chosen]
         pointers = tuple(PointerState(pointer.file, pointer.target) for pointer in source.pointers)
         newest = source.steps[-1]
+        report.num_saved_before = source.steps.index(sources[0]) if sources else 0
         whole_run = len(sources) == len(source.steps)
         levels = self.levels(sources)
         for step, level in zip(sources, levels, strict=True):
             report.steps.append(self.step(step, level, report, pointers, newest=step is newest))
         states = tuple(step.state for step in report.steps)
-        states = decide_commits(states, pointers, self.now, self.settings.settle_seconds)
+        states = decide_commits(
+            states,
+            pointers,
+            self.now,
+            self.settings.settle_seconds,
+            newest_included=bool(sources) and sources[-1] is newest,
+        )
         report.steps = [replace(step, state=state) for step, state in zip(report.steps, states, strict=True)]
         # Pointers may name steps that were not asked for: what they say of those is not judged then.
         self.conclude(report, RunState(states, pointers if whole_run else (), whole_run))
         report.seconds = time.monotonic() - begun
         return report
 
+    def files_of(self, source: StepSource) -> Iterator[Entry]:
+        """A step's files: those in its folder, and those one level below (a folder a rank)."""
+        yield from source.folder.files.values()
+        for name in source.folder.folders.values():
+            try:
+                yield from (entry for entry in self.store.list(name.name) if not entry.is_folder)
+            except StorageError:
+                continue
+
     def levels(self, sources: Sequence[StepSource]) -> list[Level]:
         if self.settings.level is not None:
             return [self.settings.level] * len(sources)
-        total = sum(entry.num_bytes for source in sources for entry in source.folder.files.values())
+        total = sum(entry.num_bytes for source in sources for entry in self.files_of(source))
         if len(sources) == 1 or total <= LARGE_RUN_BYTES:
             return [Level.VALUES] * len(sources)
         return [Level.REPLICAS] * (len(sources) - 1) + [Level.VALUES]
@@ -232,27 +258,27 @@ class _Audit:
         folder = source.folder
         options = replace(self.settings.options, names_only=level is Level.NAMES)
         full = source.adapter.read(self.store, folder, source.match, options)
-        modified = max((entry.modified for entry in folder.files.values()), default=0.0)
+        modified = max((entry.modified for entry in self.files_of(source)), default=0.0)
         state = step_state(full, modified)
         if newest:
             (state,) = decide_commits([state], pointers, self.now, self.settings.settle_seconds)
             if state.commit is Commit.IN_PROGRESS:
-                return StepReport(state, Level.NAMES, {})
+                return StepReport(state, Level.NAMES, {}, {}, mesh=full.mesh)
         report.mesh = full.mesh
-        catalog = full.only(self.settings.wants_tensor)
+        catalog = full.only(self.settings.wants_tensor) if self.settings.tensors else full
         observations = self.observe(catalog, level, folder.path)
         self.count(report.coverage, full, catalog, observations)
         evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers)
-        judgements = {
-            item.id: item.judge_step(evidence)
-            for item in self.judged
-            if item.judge_step and level >= _REACHED[item.needs]
-        }
+        judgements = self.judge(evidence, level, self.judged)
+        # Whether a step is whole is asked of all its tensors, whatever was selected.
+        whole = evidence if catalog is full else StepEvidence(full, unobserved(full))
+        wholeness = self.judge(whole, level, [item for item in self.judged if item.family in NEEDED])
         changed = tuple(
             sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
         )
         if changed:
             judgements = {key: _doubted(item, changed) for key, item in judgements.items()}
+            wholeness = {key: _doubted(item, changed) for key, item in wholeness.items()}
         failures = tuple(
             f"{file.name}: {file.detail}" for file in catalog.files if file.state is FileState.UNREADABLE
         ) + tuple(
@@ -260,7 +286,12 @@ class _Audit:
             for number, text in observations.failures.items()
             if catalog.files[number].state is FileState.PRESENT and not changed
         )
-        return StepReport(state, level, judgements, changed, failures, full.opaque)
+        return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh)
+
+    def judge(self, evidence: StepEvidence, level: Level, items: Sequence[Invariant]) -> dict[str, Judgement]:
+        return {
+            item.id: item.judge_step(evidence) for item in items if item.judge_step and level >= _REACHED[item.needs]
+        }
 
     def observe(self, catalog: Catalog, level: Level, path: str) -> Observations:
         wanted = {item.needs for item in self.chosen}
@@ -308,8 +339,11 @@ class _Audit:
         accepted = {item.id for item in report.findings if item.accepted}
         open_ids = {item.id for item in report.findings if not item.accepted}
         serious = {item.id for item in self.judged if item.severity >= self.settings.fail_on} - (accepted - open_ids)
+        good = {number: dict(found) for number, found in judged.items()}
+        for step in report.steps:
+            good.setdefault(step.state.step, {}).update(step.wholeness)
         report.last_good, report.rejected = last_good(
-            run.steps, judged, report.findings, self.settings.fail_on, serious=serious, strict=self.settings.strict
+            run.steps, good, report.findings, self.settings.fail_on, serious=serious, strict=self.settings.strict
         )
 
     def accept(self, found: list[Finding]) -> list[Finding]:

@@ -265,6 +265,8 @@ def main() -> None:
         # Whoever read our output has left; a second failure at exit would only add noise.
         sys.stdout = None
         raise SystemExit(INCOMPLETE) from None
+    except OSError as error:
+        _fail(f"the report could not be written: {error}", INCOMPLETE)
     except Exception as error:  # the last place where a bug can be told from a finding
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error of the command line library
             error.show()

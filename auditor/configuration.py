@@ -108,7 +108,7 @@ class _Choices:
 
     def count(self, name: str) -> int:
         found, origin = self.value(name, 0)
-        if not str(found).isdigit() or (origin and int(found) == 0):
+        if not (str(found).isdecimal() and str(found).isascii()) or (origin and int(found) == 0):
             raise UsageError(f"{origin} {found}: no positive number")
         return int(found)
 
@@ -178,7 +178,7 @@ def _placement(axis: str, glob: str, how: object) -> Shard | Replicate:
     text = str(how).lower()
     if text == "replicate":
         return Replicate()
-    if text.startswith("shard:") and text.removeprefix("shard:").isdigit():
+    if text.startswith("shard:") and text.removeprefix("shard:").isdecimal() and text.isascii():
         return Shard(int(text.removeprefix("shard:")))
     raise UsageError(f'[placement.{axis}] "{glob}" = "{how}": neither "replicate" nor "shard:<dim>"')
 

@@ -75,10 +75,11 @@ def _search(store: Store, folder: Folder, depth: int, seen: list[int], nearest: 
     verdict = recognise(store, folder)
     if isinstance(verdict, tuple):
         yield RunSource(folder.path, [StepSource(folder, *verdict)])
-        return
-    nearest.consider(folder.path, verdict)
+    else:
+        nearest.consider(folder.path, verdict)
     run = RunSource(folder.path, [])
     others: list[Folder] = []
+    identities: set[str] = set()
     for entry in folder.folders.values():
         seen[0] += 1
         if seen[0] > MAX_FOLDERS:
@@ -90,13 +91,16 @@ def _search(store: Store, folder: Folder, depth: int, seen: list[int], nearest: 
             run.unrecognised[entry.name] = str(error)
             continue
         if isinstance(found, tuple):
-            run.steps.append(StepSource(child, *found))
+            # A link to a step that is there under its own name is that step, not a second one.
+            if not entry.identity or entry.identity not in identities:
+                identities.add(entry.identity)
+                run.steps.append(StepSource(child, *found))
         else:
             nearest.consider(child.path, found)
             others.append(child)
     if run.steps:
         yield _as_run(store, folder, run, others)
-    elif depth + 1 < MAX_DEPTH:
+    elif depth + 1 < MAX_DEPTH and not isinstance(verdict, tuple):
         for child in others:
             yield from _search(store, child, depth + 1, seen, nearest)
 

@@ -14,9 +14,9 @@ from auditor.containers.damage import LimitError
 class Limits:
     """What an honest pickle of a checkpoint never exceeds."""
 
-    num_bytes: int = 256 << 20
-    num_opcodes: int = 20_000_000
-    """Together with the cheapest object of 64 bytes this bounds memory to about a gigabyte."""
+    num_bytes: int = 64 << 20
+    num_opcodes: int = 5_000_000
+    """With some 200 bytes for the largest object that one instruction makes, this bounds memory to a gigabyte."""
     num_stack: int = 10_000_000
     num_copied: int = 20_000_000
     """Elements of all arguments of calls together."""

@@ -1,15 +1,15 @@
-"""COV: the pieces of every tensor tile it."""
+"""COV: the pieces of every tensor tile it, and no tensor that must be there is absent or without elements."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from auditor.invariants.registry import Invariant
-from auditor.model.catalog import Catalog, FileState
-from auditor.model.finding import Judgement, Location, Severity, Violation
+from auditor.model.catalog import WITHHELD, Catalog, FileState, Problem, ProblemKind, Role, Tensor
+from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.region import Box, SweepTooLarge, coverage
 from auditor.model.run import StepEvidence
 
@@ -78,6 +78,68 @@ def _location(
     )  # fmt: skip
 
 
+_SHELLS = LikelyCause(
+    "parameters were saved without being gathered first (ZeRO stage 3 leaves empty shells)",
+    "huggingface/transformers#20082",
+)
+_TAKEN_FOR_TIED = LikelyCause(
+    "tensors that share one flat buffer were taken for tied ones and dropped on saving",
+    "huggingface/transformers#28630",
+)
+
+
+def exports_hold_elements(evidence: StepEvidence) -> Judgement:
+    """No tensor of an export is stored without elements where the model has some."""
+    catalog = evidence.catalog
+    if catalog.not_implied is None:
+        return Judgement(not_applicable={"no export: the format's own records tell every shape": 1})
+    violations = tuple(_of_problems(catalog, ProblemKind.EMPTY))
+    accused = {violation.subject for violation in violations}
+    empty = [t.name for t in catalog.tensors if t.num_elements == 0 and t.role is not Role.PADDING]
+    doubtful = tuple(name for name in empty if name not in accused)
+    reason = "it has no elements, and nothing tells whether the model has some there"
+    return Judgement(len(catalog.tensors) - len(empty), violations, {reason: doubtful} if doubtful else {})
+
+
+def implied_tensors_are_stored(evidence: StepEvidence) -> Judgement:
+    """Every tensor that the recorded configuration or an index implies is stored."""
+    catalog = evidence.catalog
+    if catalog.not_implied is None:
+        return Judgement(not_applicable={"the format's own records tell every tensor": 1})
+    violations = tuple(_of_problems(catalog, ProblemKind.ABSENT))
+    withheld = tuple(_base_name(file.name) for file in catalog.files if file.state in WITHHELD)
+    undetermined = {"storage did not let the file be read": withheld} if withheld else {}
+    # Without a configuration there is no statement to hold; what is not known of shapes is MET003's to say.
+    not_applicable = {catalog.not_implied: 1} if catalog.not_implied and not violations else {}
+    num_holds = 0 if catalog.not_implied else len(catalog.tensors)
+    return Judgement(num_holds, violations, undetermined, not_applicable)
+
+
+def _of_problems(catalog: Catalog, kind: ProblemKind) -> Iterator[Violation]:
+    """Problems of one kind as violations; what a lost or left-over file explains is laid to the file."""
+    places = {tensor.name: tensor for tensor in catalog.tensors}
+    explaining = {file.name for file in catalog.files if file.state in (FileState.MISSING, FileState.DAMAGED)}
+    explaining |= {problem.file for problem in catalog.problems if problem.kind is ProblemKind.LEFTOVER}
+    for problem in catalog.problems:
+        if problem.kind is kind:
+            message = f"{_base_name(problem.file)} {problem.message}"
+            causes = frozenset({problem.file} & explaining)
+            subject = problem.tensor or _base_name(problem.file)
+            yield Violation(subject, (_of_problem(catalog.step, problem, places),), message, explained_by=causes)
+
+
+def _of_problem(step: int, problem: Problem, places: Mapping[str, Tensor]) -> Location:
+    tensor = places.get(problem.tensor)
+    return Location(
+        step, problem.file, problem.tensor, tensor.role if tensor else None,
+        tensor.order if tensor else problem.order, problem.coordinate, detail=problem.message,
+    )  # fmt: skip
+
+
+def _base_name(path: str) -> str:
+    return path.rsplit("/", 1)[-1]
+
+
 INVARIANTS = (
     Invariant(
         "COV001", "tensor-not-tiled", Severity.ERROR,
@@ -89,5 +151,29 @@ INVARIANTS = (
         misses="Pieces that tile the tensor but hold another tensor's values.",
         hint="Don't resume from this step. If a file is missing, restore it; else the save itself was wrong.",
         judge_step=pieces_tile_tensors,
+    ),
+    Invariant(
+        "COV002", "zero-size-export", Severity.ERROR,
+        statement="No tensor of an export is stored without elements where the configuration implies some, and no "
+                  "export holds no tensor at all.",
+        rationale="Training looks healthy, the file has all the names; the weights themselves are not in it.",
+        source="huggingface/transformers#20082; OpenRLHF/OpenRLHF#839; huggingface/peft#2892",
+        example="model.safetensors holds model.layers.0.self_attn.k_proj.weight without elements, config.json implies "
+                "[512, 3584]",
+        misses="Tensors of architectures that are not known: undetermined. Placeholders of another size than none "
+               "(MET003).",
+        hint="Don't use this export. Make it anew from the training checkpoint of the same step, which may be whole.",
+        judge_step=exports_hold_elements, likely_causes=(_SHELLS,),
+    ),
+    Invariant(
+        "COV003", "tensor-missing", Severity.ERROR,
+        statement="Every tensor that the recorded configuration or an index implies is stored; a tied head may be "
+                  "absent where the configuration ties it.",
+        rationale="Loaders fill what is missing with random numbers and go on with a warning.",
+        source="huggingface/transformers#28630; huggingface/huggingface_hub#4725",
+        example="model.safetensors lacks model.layers.1.mlp.down_proj.weight, which config.json implies as [64, 172]",
+        misses="Tensors of architectures that are not known, which also no index names.",
+        hint="Don't use this export. Restore the file, or make the export anew from the training checkpoint.",
+        judge_step=implied_tensors_are_stored, likely_causes=(_TAKEN_FOR_TIED,),
     ),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from auditor.invariants.registry import Invariant, Needs
 from auditor.model.catalog import WITHHELD, Catalog, FileState, ProblemKind, Scalar
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
-from auditor.model.run import Commit, PointerState, RunState, StepEvidence, StepState
+from auditor.model.run import Commit, PointerState, RunState, StepEvidence, StepState, optimizer_step
 
 
 def base_name(path: str) -> str:
@@ -16,14 +16,19 @@ def base_name(path: str) -> str:
     return path.rsplit("/", 1)[-1]
 
 
+def within(catalog: Catalog, path: str) -> str:
+    """A file's path below its step: what it is called in every step."""
+    return path.removeprefix(f"{catalog.path}/") if catalog.path else path
+
+
 def _files_in_state(catalog: Catalog, state: FileState) -> Judgement:
     bad = [file for file in catalog.files if file.state is state]
-    unreadable = tuple(base_name(file.name) for file in catalog.files if file.state in WITHHELD)
+    unreadable = tuple(within(catalog, file.name) for file in catalog.files if file.state in WITHHELD)
     violations = tuple(
         Violation(
-            base_name(file.name),
+            within(catalog, file.name),
             (Location(catalog.step, file.name, coordinate=file.coordinate, detail=file.detail),),
-            f"{base_name(file.name)}: {file.detail}",
+            f"{within(catalog, file.name)}: {file.detail}",
         )
         for file in bad
     )
@@ -58,9 +63,9 @@ def _files_with(catalog: Catalog, kind: ProblemKind) -> Judgement:
     problems = [problem for problem in catalog.problems if problem.kind is kind]
     violations = tuple(
         Violation(
-            base_name(problem.file),
+            within(catalog, problem.file),
             (Location(catalog.step, problem.file, coordinate=problem.coordinate, detail=problem.message),),
-            f"{base_name(problem.file)} {problem.message}",
+            f"{within(catalog, problem.file)} {problem.message}",
         )
         for problem in problems
     )
@@ -71,19 +76,17 @@ def _files_with(catalog: Catalog, kind: ProblemKind) -> Judgement:
 def steps_agree(evidence: StepEvidence) -> Judgement:
     """Every file that records a step records this one."""
     catalog = evidence.catalog
-    expected = float(catalog.step)
-    skipped = max((s.value for s in catalog.scalars if s.name == "skipped_steps"), default=0.0)
+    counters = [scalar for scalar in catalog.scalars if scalar.name in ("global_steps", "optimizer_step")]
+    usual = optimizer_step(catalog)
     odd: dict[str, Location] = {}
-    recorded = {scalar.file for scalar in catalog.scalars if scalar.name in ("global_steps", "optimizer_step")}
-    for scalar in catalog.scalars:
-        wanted = {"global_steps": expected, "optimizer_step": expected - skipped}.get(scalar.name)
+    for scalar in counters:
+        wanted = float(catalog.step) if scalar.name == "global_steps" else usual
         if wanted is not None and scalar.value != wanted:
             odd.setdefault(scalar.file, _odd_step(catalog, scalar, wanted))
     violations = tuple(
-        Violation(base_name(file), (location,), f"{base_name(file)} {location.detail}")
-        for file, location in odd.items()
+        Violation(within(catalog, file), (at,), f"{within(catalog, file)} {at.detail}") for file, at in odd.items()
     )
-    return Judgement(len(recorded) - len(odd), violations)
+    return Judgement(len({scalar.file for scalar in counters}) - len(odd), violations)
 
 
 def _odd_step(catalog: Catalog, scalar: Scalar, wanted: float) -> Location:
@@ -95,7 +98,7 @@ def _odd_step(catalog: Catalog, scalar: Scalar, wanted: float) -> Location:
 def checksums_hold(evidence: StepEvidence) -> Judgement:
     """Every checksum that a file stores fits its bytes."""
     catalog = evidence.catalog
-    violations, num_holds = [], 0
+    violations, num_holds, without = [], 0, 0
     unknown: dict[str, list[str]] = {}
     for number, found in evidence.observations.checksums.items():
         file = catalog.files[number]
@@ -103,12 +106,18 @@ def checksums_hold(evidence: StepEvidence) -> Judgement:
             count = "1 part doesn't fit its" if len(found.bad) == 1 else f"{len(found.bad)} parts don't fit their"
             detail = f"{count} checksum: {found.bad[0]}"
             location = Location(catalog.step, file.name, coordinate=file.coordinate, detail=detail)
-            violations.append(Violation(base_name(file.name), (location,), f"{base_name(file.name)}: {detail}"))
+            violations.append(
+                Violation(within(catalog, file.name), (location,), f"{within(catalog, file.name)}: {detail}")
+            )
         elif found.reason:
-            unknown.setdefault(found.reason, []).append(base_name(file.name))
+            unknown.setdefault(found.reason, []).append(within(catalog, file.name))
         else:
-            num_holds += 1
-    return Judgement(num_holds, tuple(violations), {reason: tuple(names) for reason, names in unknown.items()})
+            without += not found.num_good
+            num_holds += bool(found.num_good)
+    not_applicable = {"the file stores no checksums": without} if without else {}
+    return Judgement(
+        num_holds, tuple(violations), {reason: tuple(names) for reason, names in unknown.items()}, not_applicable
+    )
 
 
 def _at(state: StepState, subject: str, message: str) -> Violation:
@@ -171,13 +180,28 @@ def steps_were_finished(run: RunState) -> dict[int, Judgement]:
     return _per_step(run, unfinished)
 
 
+def optimizer_states_advance(run: RunState) -> dict[int, Judgement]:
+    """No two saved steps hold the optimizer state of one optimizer step."""
+    first: dict[float, StepState] = {}
+    repeated = []
+    for state in run.steps:
+        if state.optimizer_step is None:
+            continue
+        known = first.setdefault(state.optimizer_step, state)
+        if state.moved and known.step != state.step and known.moved:
+            message = f"its optimizer state is that of optimizer step {state.optimizer_step:g}, as in step {known.step}"
+            repeated.append((state, _at(state, base_name(state.path), f"{base_name(state.path)}: {message}")))
+    return _per_step(run, repeated)
+
+
 def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
     """No two folders hold one step."""
     seen: dict[int, StepState] = {}
     twice = []
     for state in run.steps:
         first = seen.setdefault(state.step, state)
-        if first is not state:
+        # Step 0 is also what a folder without any record of a step has: several exports side by side.
+        if first is not state and state.step > 0:
             message = f"{base_name(first.path)} and {base_name(state.path)} both say that they are step {state.step}"
             twice.append((state, _at(state, base_name(state.path), message)))
     return _per_step(run, twice)
@@ -249,8 +273,9 @@ INVARIANTS = (
     ),
     Invariant(
         "INT005", "step-disagrees", Severity.ERROR,
-        statement="Every file that records a step (the engine's counter, the optimizer's own) records the same one; "
-                  "the optimizer's may lag by the recorded skipped steps.",
+        statement="All files that record the engine's step record this one, and all that record the optimizer's own "
+                  "counter record the same. The two may differ: fp16 runs skip steps, older DeepSpeed counts one at "
+                  "start.",
         rationale="A file of another save among the others: weights and optimizer state don't belong together.",
         source="deepspeedai/DeepSpeed#5289; hiyouga/LlamaFactory#655",
         example="…_mp_rank_00_optim_states.pt is the state of optimizer step 200, the checkpoint's is 300",
@@ -281,13 +306,25 @@ INVARIANTS = (
     ),
     Invariant(
         "INT010", "checksum-mismatch", Severity.ERROR,
-        statement="Every checksum that a file stores itself (CRC-32 of a zip member) fits the bytes it was taken of.",
+        statement="Every checksum that a file stores itself (CRC-32 of a zip member; the SHA-256 in the name of a blob "
+                  "in a Hugging Face cache) fits the bytes it was taken of.",
         rationale="torch.load does not look at them: a flipped bit in storage becomes a weight in silence.",
         source="pytorch/pytorch#126952",
         example="layer_03-model_01-model_states.pt: 1 part doesn't fit its checksum: …/data/7",
         misses="Bits that rotted before the checksum was taken; files whose writer computed none.",
         hint="Restore the file from another copy.",
         judge_step=checksums_hold, needs=Needs.CHECKSUMS,
+    ),
+    Invariant(
+        "INT011", "optimizer-state-repeats", Severity.ERROR,
+        statement="The optimizer's own counter is another one in every saved step.",
+        rationale="A step whose optimizer files are all those of an earlier save: weights and moments don't belong "
+                  "together, and every file fits every other.",
+        source="deepspeedai/DeepSpeed#5289; hiyouga/LlamaFactory#655",
+        example="global_step300: its optimizer state is that of optimizer step 200, as in step 200",
+        misses="Optimizer files of a step that was not saved, or is not among those looked at.",
+        hint="Restore the optimizer files of this step, or resume from the last good step.",
+        judge_run=optimizer_states_advance, needs=Needs.HEADERS,
     ),
     Invariant(
         "INT007", "step-saved-twice", Severity.ERROR,

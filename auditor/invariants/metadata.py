@@ -26,7 +26,7 @@ def _judge(evidence: StepEvidence, *kinds: ProblemKind) -> Judgement:
         tensor = by_name.get(problem.tensor)
         location = Location(
             catalog.step, problem.file, problem.tensor, tensor.role if tensor else None,
-            tensor.order if tensor else -1, problem.coordinate, detail=problem.message,
+            tensor.order if tensor else problem.order, problem.coordinate, detail=problem.message,
         )  # fmt: skip
         explained = lost if problem.kind is ProblemKind.UNPLACED else frozenset()
         subject = f"{base_name(problem.file)} {problem.tensor}".strip()
@@ -46,6 +46,17 @@ def ranks_agree(evidence: StepEvidence) -> Judgement:
 def metadata_is_consistent(evidence: StepEvidence) -> Judgement:
     """What a file records about sizes, order and mesh fits what it and the others hold."""
     return _judge(evidence, ProblemKind.METADATA, ProblemKind.UNPLACED)
+
+
+def shapes_follow_the_configuration(evidence: StepEvidence) -> Judgement:
+    """Every stored tensor has the shape that the recorded configuration implies for its name."""
+    catalog = evidence.catalog
+    if catalog.not_implied is None:
+        return Judgement(not_applicable={"the format's own records tell every shape": 1})
+    if catalog.not_implied:
+        return Judgement(undetermined={catalog.not_implied: ("the model's tensors",)})
+    judged = _judge(evidence, ProblemKind.SHAPE)
+    return Judgement(len(catalog.tensors) - len(judged.violations), judged.violations)
 
 
 INVARIANTS = (
@@ -68,5 +79,15 @@ INVARIANTS = (
         misses="Records that are wrong in all files alike and fit the stored sizes.",
         hint="Don't convert or resume from this step before the contradiction is understood.",
         judge_step=metadata_is_consistent,
+    ),
+    Invariant(
+        "MET003", "shape-differs-from-config", Severity.ERROR,
+        statement="Every stored tensor has the shape that the recorded configuration implies for its name.",
+        rationale="Loaders refuse it at best; told to ignore sizes, they put random numbers in its place.",
+        source="huggingface/accelerate#2155; huggingface/transformers#27293",
+        example="model.safetensors holds model.norm.weight as [2560], config.json implies [5120]",
+        misses="Architectures that are not known, quantised weights: undetermined. A configuration that is as wrong.",
+        hint="If the shape is a fraction of what is implied, one rank's part was saved: make the export anew.",
+        judge_step=shapes_follow_the_configuration,
     ),
 )  # fmt: skip

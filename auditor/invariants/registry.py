@@ -28,6 +28,9 @@ class Needs(enum.IntEnum):
     CHECKSUMS = 4
 
 
+NEVER_A_CONSEQUENCE = frozenset({"SEC"})
+"""Families whose violations stand for themselves whatever else is wrong with the same file."""
+
 StepJudge = Callable[[StepEvidence], Judgement]
 RunJudge = Callable[[RunState], dict[int, Judgement]]
 
@@ -78,9 +81,11 @@ class Invariant:
 @lru_cache(maxsize=1)
 def invariants() -> tuple[Invariant, ...]:
     """All invariants in order of precedence."""
-    from auditor.invariants import coverage, integrity, metadata, numerics, replica
+    from auditor.invariants import coverage, integrity, metadata, numerics, replica, security
 
-    found = [item for module in (integrity, coverage, metadata, replica, numerics) for item in module.INVARIANTS]
+    found = [
+        item for module in (integrity, coverage, metadata, replica, numerics, security) for item in module.INVARIANTS
+    ]
     return tuple(sorted(found, key=lambda invariant: invariant.rank))
 
 

@@ -8,7 +8,7 @@ from auditor.invariants.registry import Invariant, Needs
 from auditor.model.catalog import WITHHELD, Catalog, FileState, Role, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
-from auditor.model.observation import Difference, DifferenceClass, Observations, ReplicaGroup, replica_groups
+from auditor.model.observation import Difference, DifferenceClass, ReplicaGroup, replica_groups
 from auditor.model.run import StepEvidence
 
 
@@ -55,23 +55,24 @@ def _why_incomplete(evidence: StepEvidence, group: ReplicaGroup) -> str:
 
 
 def _violation(evidence: StepEvidence, tensor: Tensor, group: ReplicaGroup) -> Violation:
-    catalog, observations = evidence.catalog, evidence.observations
-    places = catalog.replicas[group.tensor]
+    places = evidence.catalog.replicas[group.tensor]
     sides = tuple(tuple(places[member] for member in members) for members in group.classes)
     minority = tuple(place for side in sides[1:] for place in side) if group.majority else ()
     severity = Severity.WARNING if tensor.role is Role.BUFFER and not evidence.strict_buffers else None
     return Violation(
-        tensor.name, tuple(_locations(catalog, observations, tensor, group)), f"{tensor.name} differs",
+        tensor.name, tuple(_locations(evidence, tensor, group)), f"{tensor.name} differs",
         sides=sides, severity=severity, minority=minority,
     )  # fmt: skip
 
 
-def _locations(catalog: Catalog, observations: Observations, tensor: Tensor, group: ReplicaGroup) -> list[Location]:
-    places = catalog.replicas[group.tensor]
-    measured = {diff.coordinate: diff for diff in observations.differences.get(group.tensor, ())}
+def _locations(evidence: StepEvidence, tensor: Tensor, group: ReplicaGroup) -> list[Location]:
+    places = evidence.catalog.replicas[group.tensor]
+    measured = {diff.coordinate: diff for diff in evidence.observations.differences.get(group.tensor, ())}
     reference = group.classes[0] if group.majority else min(group.classes, key=lambda members: members[0])
     return [
-        _location(catalog, tensor, group.tensor, places[member], places[reference[0]], measured.get(places[members[0]]))
+        _location(
+            evidence, tensor, group.tensor, places[member], places[reference[0]], measured.get(places[members[0]])
+        )
         for members in group.classes
         if members != reference
         for member in members
@@ -79,12 +80,16 @@ def _locations(catalog: Catalog, observations: Observations, tensor: Tensor, gro
 
 
 def _location(
-    catalog: Catalog, tensor: Tensor, number: int, place: Coordinate, reference: Coordinate, measured: Difference | None
-) -> Location:
-    replica = catalog.replicas[number].index(place)
-    rows = catalog.rows_of(number, replica)
-    files = sorted({catalog.files[file].name for file in catalog.pieces.file[rows].tolist()})
-    common = Location(catalog.step, files[0] if files else "", tensor.name, tensor.role, tensor.order, place, reference)
+    evidence: StepEvidence, tensor: Tensor, number: int, place: Coordinate, reference: Coordinate,
+    measured: Difference | None,
+) -> Location:  # fmt: skip
+    catalog = evidence.catalog
+    one, other = (catalog.replicas[number].index(where) for where in (place, reference))
+    mine, theirs = _differing_rows(evidence, number, one, other), _differing_rows(evidence, number, other, one)
+    common = Location(
+        catalog.step, _file(catalog, mine), tensor.name, tensor.role, tensor.order, place, reference,
+        _holder(catalog, place, mine), _holder(catalog, reference, theirs), _file(catalog, theirs),
+    )  # fmt: skip
     if measured is None:
         return replace(common, detail="unequal by digest; not measured, beyond the evidence budget")
     return replace(
@@ -94,6 +99,29 @@ def _location(
         first_index=measured.first_index, num_bits_differ=measured.num_bits_differ,
         num_equal_as_numbers=measured.num_equal_as_numbers,
     )  # fmt: skip
+
+
+def _differing_rows(evidence: StepEvidence, number: int, one: int, other: int) -> list[int]:
+    """The pieces of replica ``one`` that differ from the piece of the same region of ``other``; all, if cut unlike."""
+    catalog, seen = evidence.catalog, evidence.observations.pieces
+    theirs = {catalog.pieces.region(int(row)): int(row) for row in catalog.rows_of(number, other)}
+    rows = [int(row) for row in catalog.rows_of(number, one)]
+    pairs = [(row, theirs.get(catalog.pieces.region(row))) for row in rows]
+    unlike = [
+        row for row, match in pairs
+        if match is not None and any(seen[row][lane] != seen[match][lane] for lane in ("lane0", "lane1"))
+    ]  # fmt: skip
+    return unlike or rows
+
+
+def _holder(catalog: Catalog, place: Coordinate, rows: list[int]) -> Coordinate:
+    """The replica's place and every other index that all of ``rows`` share."""
+    shared = set.intersection(*(set(catalog.pieces[row].coordinate.indices) for row in rows)) if rows else set()
+    return Coordinate.of(**dict(shared)).merged(place)
+
+
+def _file(catalog: Catalog, rows: list[int]) -> str:
+    return catalog.file_of(rows[0]).name if rows else ""
 
 
 _OTHER_FILE = LikelyCause("a file of another step or run among the others", "hiyouga/LlamaFactory#655")
@@ -113,7 +141,7 @@ INVARIANTS = (
              "already done to whichever side was wrong.",
         needs=Needs.WEIGHTS, judge_step=replicas_are_equal, one_fault=True,
         likely_causes=(
-            LikelyCause("gradient clipping or its norm differs between tensor-parallel ranks",
+            LikelyCause("gradient clipping or its norm differs between ranks",
                         "deepspeedai/DeepSpeed#1801"),
             LikelyCause("gradients of replicated parameters are not summed over the axis "
                         "(sequence parallelism, router, norms)", "pytorch/torchtitan#2387; NVIDIA/Megatron-LM#619"),

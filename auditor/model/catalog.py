@@ -92,6 +92,8 @@ class File:
     """For a file that is not simply present: what is wrong with it."""
     container: str = ""
     """The file format, as ``auditor.containers`` calls it."""
+    opaque: tuple[tuple[str, int], ...] = ()
+    """Calls of unknown globals in its pickles, which were not made: name and count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,9 @@ class ProblemKind(enum.Enum):
     RANKS_DISAGREE = "ranks disagree"
     METADATA = "metadata contradicts itself"
     UNPLACED = "stored tensor has no place"
+    EMPTY = "stored without elements"
+    ABSENT = "implied tensor is not stored"
+    SHAPE = "shape differs from the configuration"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,8 @@ class Problem:
     message: str
     coordinate: Coordinate = EVERYWHERE
     tensor: str = ""
+    order: int = -1
+    """Position in the model of a tensor that the Catalog does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +322,9 @@ class Catalog:
     """Objects of unknown classes that were met and not made: class name to count."""
     unclaimed: tuple[str, ...] = ()
     """Files in the folder that no loader of this format reads."""
+    not_implied: str | None = None
+    """For formats whose configuration implies which tensors the model has: why this one doesn't, empty where it does.
+    None for formats whose own records say it."""
 
     @cached_property
     def rows_by_tensor(self) -> dict[int, NDArray[np.int64]]:

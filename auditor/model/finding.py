@@ -42,6 +42,10 @@ class Location:
     coordinate: Coordinate = EVERYWHERE
     reference: Coordinate = EVERYWHERE
     """For a difference: what it was measured against."""
+    holder: Coordinate = EVERYWHERE
+    """For a difference: all that is known of the ranks that hold the differing part of ``coordinate``'s replica."""
+    reference_holder: Coordinate = EVERYWHERE
+    reference_file: str = ""
     region: Box | None = None
     num_elements: int = 0
     """Elements concerned: missing, overlapping, not finite."""

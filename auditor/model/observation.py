@@ -44,6 +44,7 @@ class Difference:
     num_bits_differ: int
     """Summed over elements; saturates at 2**62."""
     max_abs_difference: float
+    """Infinite where one side is not finite and the other is another number."""
     relative_difference: float
     """max |a-b| over max(|a|, |b|), both maxima over all finite elements compared."""
     max_ulps: int
@@ -66,7 +67,7 @@ class FileChecksums:
     num_without: int = 0
     """Parts that store none."""
     reason: str = ""
-    """Why nothing could be said; empty where something was."""
+    """Why nothing could be read; empty where it was. No good and no bad parts: the file stores no checksums."""
 
 
 @dataclass(frozen=True, slots=True)

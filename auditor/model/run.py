@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -31,6 +32,10 @@ class StepState:
     modified: float = 0.0
     """Newest file's time, seconds since the epoch."""
     commit: Commit = Commit.COMMITTED
+    optimizer_step: float | None = None
+    """The optimizer's own counter, as most files record it."""
+    moved: bool = True
+    """Whether the optimizer has taken steps at all: a run may have been saved before its first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +72,38 @@ class StepEvidence:
 def step_state(catalog: Catalog, modified: float) -> StepState:
     """The state of a step just read; what is committed is decided over the run."""
     missing = tuple(file.name for file in catalog.files if file.state is FileState.MISSING)
-    return StepState(catalog.step, catalog.path, catalog.format, not missing, missing, modified)
+    skipped = max((scalar.value for scalar in catalog.scalars if scalar.name == "skipped_steps"), default=0.0)
+    return StepState(
+        catalog.step, catalog.path, catalog.format, not missing, missing, modified,
+        optimizer_step=optimizer_step(catalog), moved=catalog.step > skipped == 0,
+    )  # fmt: skip
+
+
+def optimizer_step(catalog: Catalog) -> float | None:
+    """The optimizer's own counter as most of the files record it; the one that fits the step best where they tie."""
+    counts = Counter(scalar.value for scalar in catalog.scalars if scalar.name == "optimizer_step")
+    skipped = max((scalar.value for scalar in catalog.scalars if scalar.name == "skipped_steps"), default=0.0)
+    expected = catalog.step - skipped
+    return max(counts, key=lambda value: (counts[value], -abs(value - expected)), default=None)
 
 
 def decide_commits(
-    steps: Sequence[StepState], pointers: Sequence[PointerState], now: float, settle_seconds: float
+    steps: Sequence[StepState],
+    pointers: Sequence[PointerState],
+    now: float,
+    settle_seconds: float,
+    *,
+    newest_included: bool = True,
 ) -> tuple[StepState, ...]:
     """Which steps are committed, for formats that write no marker into the step.
 
     A step is committed when the pointer or a later committed step says so, or when all files are there that its
     recorded mesh implies. The newest step, if not committed and younger than ``settle_seconds``, is in progress.
+    ``newest_included``: whether the last of ``steps`` is the newest that was saved; a later one commits them all.
     """
     pointed = {pointer.target for pointer in pointers}
     decided: list[StepState] = []
-    later_committed = False
+    later_committed = not newest_included
     for position, state in enumerate(reversed(steps)):
         if later_committed or state.whole or state.path in pointed:
             commit, later_committed = Commit.COMMITTED, True

@@ -28,7 +28,6 @@ BUFFER_BYTES = 1 << 20
 class Budget:
     """How much may be read again to measure differences, a step."""
 
-    num_tensors: int = 64
     num_bytes: int = 1 << 30
 
 
@@ -43,7 +42,7 @@ def measure_differences(
     unequal.sort(key=lambda group: (catalog.tensors[group.tensor].order, catalog.tensors[group.tensor].role.value))
     found: dict[int, list[Difference]] = {}
     num_bytes = 0
-    for group in unequal[: budget.num_tensors]:
+    for group in unequal:
         tensor = catalog.tensors[group.tensor]
         cost = tensor.dtype.num_bytes(tensor.num_elements) * 2 * (len(group.classes) - 1)
         if num_bytes + cost > budget.num_bytes:
@@ -182,6 +181,9 @@ def _largest_gap(one: NDArray[np.unsignedinteger], other: NDArray[np.unsignedint
         return float((np.maximum(a, b).view("<u8") - np.minimum(a, b).view("<u8")).max(initial=0))
     a, b = to_float64(one, dtype), to_float64(other, dtype)
     finite = np.isfinite(a) & np.isfinite(b)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    if not (finite | same).all():
+        return float("inf")
     with np.errstate(over="ignore"):
         return float(np.abs(a[finite] - b[finite]).max(initial=0.0))
 

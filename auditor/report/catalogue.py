@@ -47,3 +47,12 @@ def page(item: Invariant) -> str:
 
 Source: {item.source}
 """
+
+
+def pages() -> str:
+    """The pages of all invariants as one document, ``docs/invariants.md``."""
+    head = "# Invariants\n\nMade from the registry; `auditor explain ID` prints one.\n\n"
+    links = "".join(f"- [{item.id} {item.name}](#{item.id.lower()}-{item.name})\n" for item in invariants())
+    return (
+        head + links + "".join(f"\n{page(item).replace('# ', '## ').replace('### ', '#### ')}" for item in invariants())
+    )

@@ -102,7 +102,8 @@ def _interval(interval: Interval) -> dict[str, Any]:
 
 
 def _location(location: Location, run: RunReport) -> dict[str, Any]:
-    ranks = run.mesh.global_ranks(location.coordinate) if location.coordinate.indices else None
+    holder = location.holder.merged(location.coordinate)
+    ranks = run.mesh_of(location.step).global_ranks(holder) if holder.indices else None
     optional: Mapping[str, Any] = {
         "reference": location.reference.as_dict() or None,
         "region": _region(location.region),

@@ -120,7 +120,7 @@ def _finding(finding: Finding, run: RunReport) -> Iterator[str]:
     for interval in finding.intervals:
         yield ""
         if finding.id not in ABOUT_THE_RUN and len(run.steps) > 1:
-            yield f"  {_interval_phrase(interval, finding)}"
+            yield f"  {_interval_phrase(interval, finding, run)}"
         yield from _onsets(interval)
         yield from _where(finding, interval, run)
     yield ""
@@ -150,19 +150,22 @@ def _back_phrase(finding: Finding, run: RunReport) -> str:
 
 def _ranks_phrase(finding: Finding, run: RunReport) -> str:
     """Global ranks of the places that differ, where they are known and few."""
-    places = {x.coordinate for x in finding.locations if x.num_elements_differ is not None}
-    places |= {x.reference for x in finding.locations if x.num_elements_differ is not None}
-    named = []
-    for place in sorted(places, key=lambda place: place.indices):
-        ranks = run.mesh.global_ranks(place)
-        if not ranks or len(ranks) > 8 or len(places) > 4:
-            return ""
-        named.append(f"{place}: rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}")
-    return f" ({'; '.join(named)})" if named else ""
+    ranks: dict[str, set[int]] = {}
+    for x in finding.locations:
+        if x.num_elements_differ is None:
+            continue
+        for place, holder in ((x.coordinate, x.holder), (x.reference, x.reference_holder)):
+            ranks.setdefault(str(place), set()).update(run.mesh_of(x.step).global_ranks(holder) or ())
+    if not 0 < len(ranks) <= 4 or not all(0 < len(found) <= 8 for found in ranks.values()):
+        return ""
+    named = (f"{place}: rank{'s' if len(found) > 1 else ''} {', '.join(map(str, sorted(found)))}"
+             for place, found in sorted(ranks.items()))  # fmt: skip
+    return f" ({'; '.join(named)})"
 
 
-def _interval_phrase(interval: Interval, finding: Finding) -> str:
-    before = f"last good {interval.last_good}" if interval.last_good is not None else "no good step before it"
+def _interval_phrase(interval: Interval, finding: Finding, run: RunReport) -> str:
+    unseen = "none before it was looked at" if run.num_saved_before else "no good step before it"
+    before = f"last good {interval.last_good}" if interval.last_good is not None else unseen
     word = "healed" if finding.difference_class else "good again"
     if interval.healed is None and interval.first_bad != interval.last_bad:
         return f"since step [bold]{interval.first_bad}[/bold] ({before}), still so at {interval.last_bad}"
@@ -219,7 +222,8 @@ def _amount(location: Location) -> str:
 
 def _files(locations: Sequence[Location], run: RunReport) -> Iterator[str]:
     for location in locations[:MAX_TENSORS]:
-        ranks = run.mesh.global_ranks(location.coordinate) if location.coordinate.indices else None
+        mesh = run.mesh_of(location.step)
+        ranks = mesh.global_ranks(location.coordinate) if location.coordinate.indices else None
         where = f"  {location.coordinate}" if location.coordinate.indices else ""
         where += f" (rank {', '.join(map(str, ranks))})" if ranks and len(ranks) <= 4 else ""
         yield f"    {safe(location.file)}{where}: {safe(location.detail)}"

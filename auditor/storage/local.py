@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from auditor.storage.store import (
     AccessDeniedError,
@@ -72,7 +72,7 @@ class LocalStore:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise StorageError(f"{name}: not a regular file")
-            yield LocalHandle(descriptor, _entry(name, status))
+            yield LocalHandle(descriptor, replace(_entry(name, status), link_name=_link_name(self._path(name))))
         finally:
             os.close(descriptor)
 
@@ -101,6 +101,13 @@ class LocalHandle:
 def _entry(name: str, status: os.stat_result) -> Entry:
     identity = f"{status.st_size}-{status.st_mtime_ns}-{status.st_ino}"
     return Entry(name, stat.S_ISDIR(status.st_mode), status.st_size, identity, status.st_mtime)
+
+
+def _link_name(path: str) -> str:
+    try:
+        return os.path.basename(os.readlink(path))
+    except OSError:
+        return ""
 
 
 def _explained(error: Exception, name: str) -> StorageError:

@@ -47,6 +47,8 @@ class Entry:
     """Changes whenever the content may have changed."""
     modified: float = 0.0
     """Seconds since the epoch, UTC."""
+    link_name: str = ""
+    """Of a symbolic link that was opened: last part of what it leads to. Caches name their files by digest there."""
 
 
 class Handle(Protocol):

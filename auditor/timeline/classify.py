@@ -5,6 +5,7 @@ A drift begins as single ulps and grows, so the class belongs to the whole inter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from auditor.model.catalog import Role
@@ -36,7 +37,7 @@ def classify(locations: Sequence[Location]) -> DifferenceClass:
         return DifferenceClass.BUFFERS
     measured = [location for location in locations if location.num_elements_differ]
     if not measured or len(measured) < len(locations):
-        # Something was not measured: that it is small is not known.
+        # Something was beyond the evidence budget: that it is small is not known.
         return DifferenceClass.GROWING if _grows(measured) else DifferenceClass.GROSS
     if all(location.num_equal_as_numbers == location.num_elements_differ for location in measured):
         return DifferenceClass.EQUAL_AS_NUMBERS
@@ -56,7 +57,8 @@ def _is_noise(location: Location) -> bool:
     """Last bits of few elements."""
     count, total = location.num_elements_differ or 0, location.num_elements_compared or 1
     few = count <= FEW_ELEMENTS or count <= FEW_SHARE * total
-    return few and location.max_ulps is not None and 0 <= location.max_ulps <= FEW_ULPS
+    finite = math.isfinite(location.max_abs_difference or 0.0)
+    return few and finite and location.max_ulps is not None and 0 <= location.max_ulps <= FEW_ULPS
 
 
 def _grows(measured: Sequence[Location]) -> bool:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from auditor.invariants.registry import Invariant
+from auditor.invariants.registry import NEVER_A_CONSEQUENCE, Invariant
 from auditor.model.catalog import Role
 from auditor.model.finding import Finding, Judgement, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
@@ -73,34 +73,62 @@ def _without_consequences(
     """Violations that stand for themselves, and what others each of them explains."""
     kept: _Kept = {identifier: {} for identifier in by_id}
     consequences: dict[tuple[str, int, str], set[str]] = defaultdict(set)
+    mild = _mild_subjects(steps)
     for step, judgements in steps.items():
         explainers: dict[object, tuple[str, str]] = {}
         for identifier in sorted(judgements.keys() & by_id.keys(), key=lambda i: by_id[i].rank):
             remaining = []
             for violation in judgements[identifier].violations:
-                causes = {explainers[key] for key in _keys_needed(violation) if key in explainers}
-                if causes and all(key in explainers for key in _keys_needed(violation)):
+                causes = _causes(violation, explainers)
+                if causes and by_id[identifier].family not in NEVER_A_CONSEQUENCE:
                     for cause, subject in causes:
                         consequences[cause, step, subject].add(identifier)
                 else:
                     remaining.append(violation)
             for violation in remaining:
-                for key in _keys_given(violation):
-                    explainers.setdefault(key, (identifier, violation.subject))
+                if (identifier, violation.subject) not in mild:
+                    for key in _keys_given(violation):
+                        explainers.setdefault(key, (identifier, violation.subject))
             kept[identifier][step] = remaining
     return kept, consequences
 
 
-def _keys_given(violation: Violation) -> Iterable[object]:
-    """What a violation explains: damage of its files, and trouble of its tensors."""
-    for location in violation.locations:
-        yield (location.tensor, location.role) if location.tensor else location.file
+def _mild_subjects(steps: Mapping[int, StepJudgements]) -> set[tuple[str, str]]:
+    """Replicas whose differences are no error over the run: a note must not swallow an error of the same tensor."""
+    history: dict[tuple[str, str], list[Location]] = defaultdict(list)
+    for judgements in steps.values():
+        for identifier, judgement in judgements.items():
+            for violation in judgement.violations:
+                if violation.sides:
+                    history[identifier, violation.subject].extend(violation.locations)
+    return {key for key, locations in history.items() if SEVERITIES[classify(locations)] < Severity.ERROR}
 
 
-def _keys_needed(violation: Violation) -> set[object]:
+def _causes(violation: Violation, explainers: Mapping[object, tuple[str, str]]) -> set[tuple[str, str]]:
+    """What explains a violation at every one of its places; empty where some place stays unexplained."""
     if violation.explained_by:
-        return set(violation.explained_by)
-    return {(x.tensor, x.role) if x.tensor else x.file for x in violation.locations}
+        found = [explainers.get(file) for file in violation.explained_by]
+    else:
+        found = [
+            next((explainers[key] for key in _keys_needed(location) if key in explainers), None)
+            for location in violation.locations
+        ]
+    return set() if None in found else {cause for cause in found if cause is not None}
+
+
+def _keys_given(violation: Violation) -> Iterable[object]:
+    """What a violation explains: trouble of its tensors; where it is about a file, of that file."""
+    for location in violation.locations:
+        if location.tensor:
+            yield location.tensor, location.role
+        if not violation.sides and location.file and (not location.tensor or location.role is None):
+            yield location.file
+
+
+def _keys_needed(location: Location) -> Iterable[object]:
+    if location.tensor:
+        yield location.tensor, location.role
+    yield from filter(None, (location.file, location.reference_file))
 
 
 def _faults(invariant: Invariant, steps: Mapping[int, Sequence[Violation]]) -> list[_Fault]:
@@ -109,12 +137,39 @@ def _faults(invariant: Invariant, steps: Mapping[int, Sequence[Violation]]) -> l
         for violation in violations:
             by_subject[violation.subject][step].append(violation)
     faults: dict[object, _Fault] = {}
-    for subject, history in by_subject.items():
-        fault = faults.setdefault(_fault_key(invariant, history), _Fault(invariant))
-        fault.subjects.add(subject)
-        for step, violations in history.items():
-            fault.violations[step].extend(violations)
+    for subject, whole_history in by_subject.items():
+        for history in _apart(whole_history):
+            fault = faults.setdefault(_fault_key(invariant, history), _Fault(invariant))
+            fault.subjects.add(subject)
+            for step, violations in history.items():
+                fault.violations[step].extend(violations)
     return list(faults.values())
+
+
+def _apart(history: Mapping[int, list[Violation]]) -> list[dict[int, list[Violation]]]:
+    """A subject's history, cut where other sides disagree than before.
+
+    A drift may split its sides further ({0|123}, then {0|1|2|3}); sides that are no refinement of each other
+    ({023|1}, then {013|2}) are another fault.
+    """
+    parts: list[dict[int, list[Violation]]] = []
+    known: list[frozenset[frozenset[Coordinate]]] = []
+    for step in sorted(history):
+        sides = _finest([violation.sides for violation in history[step]])
+        if parts and all(_comparable(sides, other) for other in known):
+            parts[-1][step] = history[step]
+            known.append(sides)
+        else:
+            parts.append({step: history[step]})
+            known = [sides]
+    return parts
+
+
+def _comparable(one: frozenset[frozenset[Coordinate]], other: frozenset[frozenset[Coordinate]]) -> bool:
+    """Whether one partition refines the other."""
+    return any(
+        all(any(part <= whole for whole in coarse) for part in fine) for fine, coarse in ((one, other), (other, one))
+    )
 
 
 def _fault_key(invariant: Invariant, history: Mapping[int, Sequence[Violation]]) -> object:

@@ -87,7 +87,8 @@ def _fill(
                     if piece.file not in handles:
                         handles[piece.file] = stack.enter_context(store.open(catalog.files[piece.file].name))
                     at = piece.offset + offset * result.itemsize
-                    _copy(handles[piece.file], at, common.shape, strides, result[inside])
+                    # Of a tensor without dims an empty index would give a copy, not the array itself.
+                    _copy(handles[piece.file], at, common.shape, strides, result[inside or ...])
                 except StorageError as error:
                     raise SourceLostError(str(error)) from error
                 filled[inside] = True

@@ -3,8 +3,9 @@
     pip install atheris
     python tests/fuzz/fuzz_readers.py zip|pickle|torch|safetensors [-max_total_time=600] [CORPUS]
 
-A reader may return, or raise DamagedError, LimitError or UnsupportedError; anything else is a crash. Seeds are made from
-the committed fixtures. Inputs that crashed once are kept in ``crashes/`` and replayed by ``test_fuzz_regressions.py``.
+A reader may return, or raise DamagedError, LimitError or UnsupportedError; anything else is a crash. Seeds are made
+from the committed fixtures. Inputs that crashed once are kept in ``crashes/`` and replayed by
+``test_fuzz_regressions.py``.
 """
 
 import sys

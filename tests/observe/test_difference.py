@@ -185,15 +185,15 @@ def test_nans_with_another_payload_are_equal_as_numbers(name, one, other):
     assert (found.num_elements_differ, found.num_equal_as_numbers, found.max_abs_difference) == (1, 1, 0.0)
 
 
-def test_a_nan_on_one_side_differs_without_a_size():
+def test_a_nan_on_one_side_differs_without_bound():
     found = of_values(FLOAT32, [1.0, 2.0], [math.nan, 2.5])
     assert (found.num_elements_differ, found.num_equal_as_numbers) == (2, 0)
-    assert (found.max_abs_difference, found.relative_difference) == (0.5, 0.2)
+    assert (found.max_abs_difference, found.relative_difference) == (math.inf, math.inf)
 
 
-def test_infinities_differ_without_a_size():
+def test_infinities_differ_without_bound():
     found = of_values(FLOAT32, [math.inf, math.inf, 1.0], [-math.inf, 1.0, 1.0])
-    assert (found.num_elements_differ, found.max_abs_difference, found.num_equal_as_numbers) == (2, 0.0, 0)
+    assert (found.num_elements_differ, found.max_abs_difference, found.num_equal_as_numbers) == (2, math.inf, 0)
 
 
 def test_ulps_are_counted_across_zero_and_across_powers_of_two():
@@ -220,7 +220,6 @@ def test_integers_have_sizes_and_no_ulps(name):
     assert (found.num_elements_differ, found.max_abs_difference, found.max_ulps) == (2, 1.0, -1)
 
 
-@pytest.mark.xfail(strict=True, reason="integers beyond 2**53 are compared as rounded float64")
 @pytest.mark.parametrize("name", ["int64", "uint64"])
 def test_wide_integers_that_differ_are_not_equal_as_numbers(name):
     assert of_values(DTYPES[name], [2**60], [2**60 + 1]).num_equal_as_numbers == 0
@@ -289,12 +288,6 @@ def test_everything_is_measured_within_the_budget():
     seen = measured(*several(3))
     assert sorted(seen.differences) == [0, 1, 2]
     assert seen.num_bytes_reread == 3 * 2 * 32
-
-
-def test_the_budget_of_tensors_keeps_the_first_in_model_order():
-    seen = measured(*several(5), num_tensors=2)
-    assert sorted(seen.differences) == [0, 1]
-    assert seen.num_bytes_reread == 2 * 2 * 32
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,219 @@
+"""Turns the files of a Hugging Face folder into a Catalog: one piece a tensor, and what contradicts itself.
+
+A file that must be there but isn't, or can't be read, has its tensors in the Catalog all the same where the index
+names them and the configuration tells their shapes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from auditor.adapters.adapter import Folder, Options
+from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.hugging_face_config import Implied, implied, recorded_dtype
+from auditor.adapters.hugging_face_files import (
+    ADAPTER_KINDS,
+    MODEL_KINDS,
+    Kind,
+    Opened,
+    Weights,
+    absent,
+    open_json,
+    open_weights,
+)
+from auditor.adapters.hugging_face_sets import WeightSet, find_set
+from auditor.adapters.hugging_face_tensors import (
+    CONFIG,
+    Placed,
+    check_emptiness,
+    check_total,
+    compare,
+    model_order,
+    place,
+)
+from auditor.model.catalog import WITHHELD, Catalog, FileState, Problem, ProblemKind, Role, Scalar
+from auditor.model.dtype import FLOAT32, DType
+from auditor.model.mesh import EVERYWHERE, NO_MESH
+from auditor.model.region import whole
+from auditor.storage.store import Store, join
+
+TRAINER_STATE, ADAPTER_CONFIG = "trainer_state.json", "adapter_config.json"
+_BEFORE_TRAINER_STATE = ("training_args.bin", "optimizer.pt")
+"""What the Trainer writes before ``trainer_state.json``, the last file of a step."""
+
+
+class HuggingFaceReading:
+    """One folder being read."""
+
+    def __init__(self, store: Store, folder: Folder, options: Options) -> None:
+        self.store, self.folder, self.names_only = store, folder, options.names_only
+        self.builder = CatalogBuilder()
+        self.opaque: Counter[str] = Counter()
+        self.claimed: set[str] = set()
+        self.small: dict[str, Opened[Mapping[str, Any]]] = {}
+
+    def catalog(self, step: int, format_name: str) -> Catalog:
+        """The Catalog of the folder."""
+        self._add_small_files()
+        models, adapters = (self._sets(kinds) for kinds in (MODEL_KINDS, ADAPTER_KINDS))
+        placed = [self._read_set(found[0]) for found in (models, adapters) if found]
+        for other in (*models[1:], *adapters[1:]):
+            # The kind that loaders don't take is legal beside the other; two sets of it are not.
+            if other.num_families > 1:
+                self._add_leftovers(other)
+        model = self._hold_against_config(placed[0]) if models and not self.names_only else Implied()
+        if adapters and not self.names_only:
+            self._check_rank(placed[-1])
+        for one in placed:
+            check_total(one)
+        self._add_tensors(placed, model)
+        unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in self.claimed]
+        catalog = self.builder.build(step, self.folder.path, format_name, NO_MESH, self.opaque, unclaimed)
+        return replace(catalog, not_implied=self._reason(model, models))
+
+    # Files
+
+    def _add_small_files(self) -> None:
+        names = [name for name in (CONFIG, ADAPTER_CONFIG, TRAINER_STATE) if name in self.folder.files]
+        for name in names:
+            self._add_small(open_json(self.store, self.folder, name))
+        if TRAINER_STATE not in names and all(name in self.folder.files for name in _BEFORE_TRAINER_STATE):
+            self._add_small(absent(TRAINER_STATE))
+        step = self._small(TRAINER_STATE).get("global_step")
+        if type(step) is int and 0 <= step < 1 << 53:
+            self.builder.scalars.append(Scalar("global_steps", float(step), join(self.folder.path, TRAINER_STATE)))
+
+    def _add_small(self, opened: Opened[Mapping[str, Any]]) -> None:
+        self.small[opened.name] = opened
+        self._claim(opened, "json")
+
+    def _small(self, name: str) -> Mapping[str, Any]:
+        opened = self.small.get(name)
+        return opened.content if opened and opened.content else {}
+
+    def _claim(self, opened: Opened[Any], container: str, opaque: tuple[tuple[str, int], ...] = ()) -> None:
+        self.claimed.add(opened.name)
+        self.builder.file(replace(opened.as_file(self.folder.path, container), opaque=opaque))
+
+    def _sets(self, kinds: Sequence[Kind]) -> list[WeightSet]:
+        return [found for kind in kinds if (found := find_set(self.store, self.folder, kind))]
+
+    def _read_set(self, weights: WeightSet) -> Placed:
+        """Open every file of a set and find its tensors."""
+        if weights.index:
+            self._claim(weights.index.opened, "json")
+        files: dict[str, Opened[Weights]] = {}
+        for name in weights.names:
+            opened = files[name] = self._open(name, weights.kind)
+            pickled = opened.content.opaque if opened.content and weights.kind.container == "torch-zip" else {}
+            self._claim(opened, weights.kind.container, tuple(sorted(pickled.items())))
+        self._add_leftovers(weights)
+        if self.names_only:
+            return Placed(weights, files, self.folder.path)
+        return place(weights, files, self.folder.path)
+
+    def _open(self, name: str, kind: Kind) -> Opened[Weights]:
+        listed = self.folder.files.get(name)
+        if listed is None:
+            return absent(name)
+        if self.names_only:
+            return Opened(name, FileState.PRESENT, entry=listed)
+        opened = open_weights(self.store, self.folder, name, kind)
+        self.opaque.update(opened.content.opaque if opened.content else {})
+        return opened
+
+    def _add_leftovers(self, weights: WeightSet) -> None:
+        for name, reason in weights.leftovers.items():
+            self.claimed.add(name)
+            self.builder.problems.append(Problem(ProblemKind.LEFTOVER, join(self.folder.path, name), reason))
+
+    # What should be there
+
+    def _hold_against_config(self, placed: Placed) -> Implied:
+        """Compare a model's set with the configuration; what it implies."""
+        if check_emptiness(placed):
+            return implied(self._small(CONFIG), ())
+        model = implied(self._small(CONFIG), placed.found.keys() | placed.lost.keys())
+        leftovers: dict[str, Opened[Weights]] = {}
+        if model.required.keys() - placed.found.keys():
+            kind = placed.weights.kind
+            names = [name for name in placed.weights.leftovers if not name.endswith(".json")]
+            leftovers = {name: open_weights(self.store, self.folder, name, kind) for name in names}
+        compare(placed, model, leftovers)
+        return model
+
+    def _check_rank(self, placed: Placed) -> None:
+        """A low-rank factor has the rank that the adapter's configuration records, never none."""
+        rank = self._small(ADAPTER_CONFIG).get("r")
+        if check_emptiness(placed) or type(rank) is not int or rank < 1:
+            return
+        for name, (file, array) in placed.found.items():
+            if (".lora_A." in name or ".lora_B." in name) and 0 in array.shape:
+                message = f"holds {name} without elements, {ADAPTER_CONFIG} records rank {rank}"
+                placed.problem(ProblemKind.EMPTY, file.name, message, name)
+
+    def _reason(self, model: Implied, models: Sequence[WeightSet]) -> str:
+        """Why the configuration implies nothing; empty where it does."""
+        config = self.small.get(CONFIG)
+        if not models:
+            return "a low-rank adapter's tensors are not implied by its configuration"
+        if config is None:
+            return f"there is no {CONFIG} to tell which tensors the model has"
+        if config.state in WITHHELD:
+            return f"storage did not let {CONFIG} be read"
+        return f"{CONFIG} can't be read" if config.lost else model.unknown
+
+    # Tensors
+
+    def _add_tensors(self, sets: Sequence[Placed], model: Implied) -> None:
+        """Tensors in model order, those of lost files included, and the problems with their place in it."""
+        problems = [problem for placed in sets for problem in placed.problems]
+        names = {name for placed in sets for name in (*placed.found, *placed.lost)}
+        ordered = sorted(names | {problem.tensor for problem in problems} - {""}, key=model_order)
+        order = {name: position for position, name in enumerate(ordered)}
+        dtype = recorded_dtype(self._small(CONFIG)) or _usual_dtype(sets)
+        taken: set[str] = set()
+        for placed in sets:
+            self._add_found(placed, order, taken)
+            self._add_lost(placed, order, model, dtype)
+        self.builder.problems += [replace(problem, order=order.get(problem.tensor, -1)) for problem in problems]
+
+    def _add_found(self, placed: Placed, order: Mapping[str, int], taken: set[str]) -> None:
+        for name in sorted(placed.found.keys() - taken, key=order.__getitem__):
+            file, array = placed.found[name]
+            if array.dtype is None:
+                continue
+            tensor = self.builder.tensor(name, Role.PARAMETER, array.dtype, array.shape, order[name])
+            file_id = self.builder.file_id(join(self.folder.path, file.name))
+            self.builder.piece(
+                tensor, file_id, array.offset, whole(array.shape), EVERYWHERE, key=name, strides=array.strides
+            )
+        taken |= placed.found.keys()
+
+    def _add_lost(self, placed: Placed, order: Mapping[str, int], model: Implied, dtype: DType) -> None:
+        """Tensors of files that could not be read: with their shape, else at least with their number."""
+        nameless: dict[str, list[str]] = {}
+        for name in sorted(placed.lost, key=order.__getitem__):
+            shape, file = model.shape_of(name), placed.lost[name]
+            if shape is None:
+                if file.lost:
+                    nameless.setdefault(file.name, []).append(name)
+                continue
+            tensor = self.builder.tensor(name, Role.PARAMETER, dtype, shape, order[name])
+            self.builder.piece(
+                tensor, self.builder.file_id(join(self.folder.path, file.name)), 0, whole(shape), EVERYWHERE, key=name
+            )
+        for file_name, names in nameless.items():
+            message = f"should hold {len(names)} tensors whose shapes nothing tells, first {names[0]}"
+            self.builder.problems.append(
+                Problem(ProblemKind.METADATA, join(self.folder.path, file_name), message)
+            )  # fmt: skip
+
+
+def _usual_dtype(sets: Sequence[Placed]) -> DType:
+    """The dtype of most tensors that were found."""
+    counts = Counter(array.dtype for placed in sets for _, array in placed.found.values() if array.dtype)
+    return counts.most_common(1)[0][0] if counts else FLOAT32

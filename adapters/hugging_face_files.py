@@ -1,0 +1,188 @@
+"""The files of a Hugging Face folder: which of them hold the weights, and what each says without reading weights.
+
+    model.safetensors                                             one file
+    model-<i>-of-<n>.safetensors, model.safetensors.index.json    several; the index maps names to files
+    pytorch_model.bin, pytorch_model-<i>-of-<n>.bin, …index.json  the same as torch files
+    adapter_model.safetensors, adapter_model.bin                  low-rank adapters, alone or beside the model
+
+A loader takes the first of these that is there, in this order; the other kind beside it is legal and not looked at.
+Source: huggingface/transformers ``modeling_utils.py`` (``_get_resolved_checkpoint_files``, ``save_pretrained``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from auditor.adapters.adapter import Folder
+from auditor.containers.damage import DamagedError, UnsupportedError
+from auditor.containers.json_document import read_json
+from auditor.containers.pickle_machine import Opaque
+from auditor.containers.safetensors_file import SafetensorsFile, WrongSizeError, read_safetensors
+from auditor.containers.torch_zip import StoredTensor, TorchFile, read_torch_file
+from auditor.model.catalog import File, FileState
+from auditor.model.dtype import DType
+from auditor.storage.store import Entry, Handle, ObjectMissingError, StorageError, Store, changed_since, join
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened(Generic[T]):
+    """One file that was opened, or should have been; ``content`` is None where it could not be read."""
+
+    name: str
+    """Within the folder."""
+    state: FileState
+    content: T | None = None
+    detail: str = ""
+    entry: Entry | None = None
+    """As it was opened, else as the folder's listing has it."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether the file is missing or damaged: its tensors are not to be had from this checkpoint."""
+        return self.state in (FileState.MISSING, FileState.DAMAGED)
+
+    def as_file(self, folder: str, container: str) -> File:
+        """The Catalog's record of it."""
+        num_bytes, identity = (self.entry.num_bytes, self.entry.identity) if self.entry else (0, "")
+        return File(
+            join(folder, self.name), num_bytes, identity, self.state, detail=self.detail, container=container
+        )  # fmt: skip
+
+
+def absent(name: str) -> Opened[Any]:
+    """A file that must be there but isn't."""
+    return Opened(name, FileState.MISSING, None, "it is not there")
+
+
+def open_file(
+    store: Store, folder: Folder, name: str, read: Callable[[Handle], T],
+    salvage: Callable[[DamagedError], T | None] = lambda error: None,
+) -> Opened[T]:  # fmt: skip
+    """Open one file and ``read`` it; whatever is wrong with it is in the result.
+
+    ``salvage``: what can still be told of a damaged file, from the error.
+    """
+    listed, path = folder.files.get(name), join(folder.path, name)
+    try:
+        with store.open(path) as handle:
+            return Opened(name, FileState.PRESENT, read(handle), "", handle.entry)
+    except DamagedError as error:
+        if changed_since(store, path, listed):
+            return Opened(name, FileState.CHANGED, None, "it changed while it was read", listed)
+        return Opened(name, FileState.DAMAGED, salvage(error), str(error), listed)
+    except ObjectMissingError:
+        return absent(name)
+    except (UnsupportedError, StorageError) as error:
+        return Opened(name, FileState.UNREADABLE, None, str(error), listed)
+
+
+def open_json(store: Store, folder: Folder, name: str) -> Opened[Mapping[str, Any]]:
+    """Open a file that holds one JSON dictionary. Its readers let the last of repeated keys win, and so does this."""
+
+    def read(handle: Handle) -> Mapping[str, Any]:
+        content = read_json(handle, unique_keys=False)
+        if not isinstance(content, dict):
+            raise DamagedError("it holds JSON, but no dictionary")
+        return content
+
+    return open_file(store, folder, name, read)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """One tensor of a file."""
+
+    dtype: DType | None
+    """None: a dtype that is not known here; such a tensor is known by name alone."""
+    shape: tuple[int, ...]
+    offset: int
+    """First byte of the first element in the file."""
+    num_bytes: int
+    """Of its elements; -1 where that is not known."""
+    strides: tuple[int, ...] | None = None
+    """Elements; None is C order."""
+    storage: object = None
+    """Tensors of one file with the same storage share memory; None shares with nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What one file of weights holds."""
+
+    arrays: Mapping[str, StoredArray] = field(default_factory=dict)
+    opaque: Mapping[str, int] = field(default_factory=dict)
+    """Objects and dtypes that are not known, with their number."""
+
+
+def _of_safetensors(content: SafetensorsFile) -> Weights:
+    arrays, opaque = {}, Counter[str]()
+    for name, record in content.records.items():
+        # Elements that share a byte have no kernels yet.
+        known = record.dtype if record.dtype and record.dtype.bits >= 8 else None
+        arrays[name] = StoredArray(known, record.shape, record.begin, record.end - record.begin)
+        if known is None:
+            opaque[f"safetensors dtype {record.dtype_name}"] += 1
+    return Weights(arrays, opaque)
+
+
+def _of_torch(content: TorchFile) -> Weights:
+    tree = content.tree if isinstance(content.tree, dict) else {}
+    arrays: dict[str, StoredArray] = {}
+    for name, value in tree.items():
+        if isinstance(name, str) and isinstance(value, StoredTensor):
+            num_bytes = value.dtype.num_bytes(value.num_elements)
+            arrays[name] = StoredArray(
+                value.dtype, value.shape, value.offset, num_bytes, value.strides, value.storage
+            )  # fmt: skip
+        elif isinstance(name, str) and isinstance(value, Opaque):
+            arrays[name] = StoredArray(None, (), 0, -1)
+    return Weights(arrays, content.opaque)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One way to name the files of a set of weights."""
+
+    stem: str
+    suffix: str
+    container: str
+
+    @property
+    def single(self) -> str:
+        """The name where there is one file."""
+        return f"{self.stem}.{self.suffix}"
+
+    @property
+    def index(self) -> str:
+        """The name of the index of several."""
+        return f"{self.single}.index.json"
+
+    def place(self, name: str) -> tuple[int, int] | None:
+        """Number and count in the name of one file of several; None for other files."""
+        found = re.fullmatch(rf"{self.stem}-(\d{{1,6}})-of-(\d{{1,6}})\.{self.suffix}", name, re.ASCII)
+        return (int(found[1]), int(found[2])) if found else None
+
+
+MODEL_KINDS = (Kind("model", "safetensors", "safetensors"), Kind("pytorch_model", "bin", "torch-zip"))
+ADAPTER_KINDS = (Kind("adapter_model", "safetensors", "safetensors"), Kind("adapter_model", "bin", "torch-zip"))
+
+
+def open_weights(store: Store, folder: Folder, name: str, kind: Kind) -> Opened[Weights]:
+    """Open one file of weights; what is wrong with it is in the result."""
+
+    def read(handle: Handle) -> Weights:
+        if kind.container == "torch-zip":
+            return _of_torch(read_torch_file(handle))
+        return _of_safetensors(read_safetensors(handle))
+
+    def salvage(error: DamagedError) -> Weights | None:
+        # Where only the data is cut, the header tells which tensors are lost.
+        return _of_safetensors(error.content) if isinstance(error, WrongSizeError) else None
+
+    return open_file(store, folder, name, read, salvage)

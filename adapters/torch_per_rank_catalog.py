@@ -1,0 +1,236 @@
+"""Turns one ``torch.save`` file a rank into a Catalog: pieces, scalars, and what contradicts itself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from auditor.adapters.adapter import Folder, Options
+from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.deepspeed_files import MAX_RANKS, StepFile, read_file
+from auditor.adapters.optimizer_index import (
+    ROLES,
+    Attached,
+    attach,
+    consecutive,
+    indexed_state,
+    role_and_name,
+    split_by_decay,
+)
+from auditor.adapters.torch_per_rank_files import NAME, STEPS, Series, is_buffer, parallel_setting, rank_state, recorded
+from auditor.containers.torch_zip import StoredTensor
+from auditor.model.catalog import Catalog, File, FileState, Problem, ProblemKind, Role, Scalar
+from auditor.model.dtype import FLOAT32
+from auditor.model.mesh import Coordinate, Mesh, Placement, Replicate, Shard, global_shape, local_box
+from auditor.model.region import whole
+from auditor.storage.store import Store, join
+
+_OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+_WRAPPER = "module."
+
+Slot = tuple[Role, str, str]
+"""Role, tensor name, key in the file."""
+
+
+class PerRankReading:
+    """One step being read."""
+
+    def __init__(self, store: Store, folder: Folder, series: Series, options: Options) -> None:
+        self.folder, self.series, self.options = folder, series, options
+        read: dict[int, StepFile] = {}
+        worlds: Counter[int] = Counter()
+        for rank, name in sorted(series.names.items()):
+            skip = options.names_only and worlds
+            unread = StepFile(name, FileState.PRESENT, listed=folder.files[name])
+            read[rank] = unread if skip else read_file(store, folder, name)
+            world = recorded(read[rank], "world_size")
+            worlds.update([world] if world and world <= MAX_RANKS else [])
+        self.world = worlds.most_common(1)[0][0] if worlds else 1 + max(read, default=0)
+        self.leftovers = [*series.doubles, *(series.names[rank] for rank in read if rank >= self.world)]
+        absent = (StepFile(series.name(rank), FileState.MISSING, None, "it is not there") for rank in range(self.world))
+        self.files = {rank: read.get(rank, file) for rank, file in enumerate(absent)}
+        self.states = {rank: rank_state(file) for rank, file in self.files.items() if file.content}
+        self.mesh = Mesh((("dp", self.world),), ordered=True)
+        self.wrapped = all(
+            key.startswith(_WRAPPER) for s in self.states.values() for key in (*s.model, *s.parts)
+        )  # DDP's own prefix is no part of the model's names; a model may also have a submodule called `module`.
+        self.replicas = tuple(Coordinate.of(dp=rank) for rank in range(self.world)) if self.world > 1 else ()
+        self.doubt = self._doubt()
+        self.builder = CatalogBuilder()
+
+    def _doubt(self) -> str:
+        """What says that rank files are no replicas."""
+        if any(state.parts for state in self.states.values()):
+            return "rank files hold records of DTensor or ShardedTensor: parts, not replicas"
+        return next(filter(None, map(parallel_setting, self.files.values())), "")
+
+    def catalog(self, step: int, format_name: str) -> Catalog:
+        """The Catalog of the step."""
+        for rank, file in self.files.items():
+            self.builder.file(self._as_file(rank, file))
+        slots = {rank: self._slots(rank) for rank in self.states}
+        nameless = {rank: dict(self._state(rank)) for rank in self.states}
+        names = self._attached()
+        for rank in self.states:
+            for path, (number, key, tensor) in nameless[rank].items():
+                if names.reason:
+                    role = ROLES.get(key, Role.MOMENT)
+                    self._add_alone(rank, (role, path, path), tensor, 1 << 40, names.reason)
+                else:
+                    role, name = role_and_name(self._name(names.names[number]), key)
+                    slots[rank][role, name, path] = tensor
+        self._add_tensors(slots)
+        self._add_parts()
+        self._add_scalars_and_problems()
+        claimed = {file.name for file in self.files.values()} | set(self.leftovers)
+        unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in claimed]
+        opaque: Counter[str] = Counter()
+        for file in self.files.values():
+            opaque.update(file.content.opaque if file.content else {})
+        return self.builder.build(step, self.folder.path, format_name, self.mesh, opaque, unclaimed)
+
+    def _as_file(self, rank: int, file: StepFile) -> File:
+        return file.as_file(self.folder.path, Coordinate.of(dp=rank))
+
+    def _name(self, key: str) -> str:
+        return key.removeprefix(_WRAPPER) if self.wrapped else key
+
+    # What files hold
+
+    def _slots(self, rank: int) -> dict[Slot, StoredTensor]:
+        state = self.states[rank]
+        return {
+            (Role.BUFFER if is_buffer(key, tensor) else Role.PARAMETER, self._name(key), f"{state.path}{key}"): tensor
+            for key, tensor in state.model.items()
+        }
+
+    def _state(self, rank: int) -> Iterator[tuple[str, tuple[int, str, StoredTensor]]]:
+        """Optimizer state by its path in the file."""
+        tree = self.files[rank].tree
+        saved = next((key for key in _OPTIMIZERS if key in tree), "")
+        state = indexed_state(tree.get(saved))
+        for number, key, tensor in state.flat() if state else ():
+            yield f"{saved}.state.{number}.{key}", (number, key, tensor)
+
+    def _attached(self) -> Attached:
+        """Names for parameter numbers, on which all files must agree."""
+        found: Attached | None = None
+        for rank, state in self.states.items():
+            tree = self.files[rank].tree
+            saved = indexed_state(next((tree[key] for key in _OPTIMIZERS if key in tree), None))
+            if saved is None or not saved.tensors:
+                continue
+            shapes = {key: tensor.shape for key, tensor in state.parameters().items()}
+            orders = [consecutive(shapes, saved), split_by_decay(shapes, saved)]
+            orders.append(split_by_decay(shapes, saved, lambda name, shape: name.endswith("bias")))
+            own = attach(shapes, saved, orders)
+            if own.reason or (found and own.names != found.names):
+                return Attached({}, (), own.reason or "rank files number their optimizer's parameters differently")
+            found = own
+        return found or Attached({})
+
+    # Tensors
+
+    def _add_tensors(self, slots: Mapping[int, Mapping[Slot, StoredTensor]]) -> None:
+        order: dict[str, int] = {}
+        template: dict[Slot, StoredTensor] = {}
+        for of_rank in slots.values():
+            for slot, tensor in of_rank.items():
+                order.setdefault(slot[1], len(order))
+                template.setdefault(slot, tensor)
+        for slot, expected in template.items():
+            held = {rank: of_rank[slot] for rank, of_rank in slots.items() if slot in of_rank}
+            placed, reason = self._placed(slot, held)
+            at = order[slot[1]]
+            if placed is None:
+                for rank, stored in held.items():
+                    self._add_alone(rank, slot, stored, at, reason)
+            else:
+                self._add_placed(slot, expected, held, placed, at)
+
+    def _placed(self, slot: Slot, held: Mapping[int, StoredTensor]) -> tuple[Shard | Replicate | None, str]:
+        """How a tensor lies over ranks, or why that isn't known."""
+        stated = self.options.stated("dp", slot[1])
+        if len({(tensor.shape, tensor.dtype) for tensor in held.values()}) > 1:
+            return None, "rank files hold it with different shapes or dtypes"
+        if len(held) < len(self.states):
+            return None, "not every rank file holds it"
+        if isinstance(stated, Shard) and slot[0] is not Role.COUNTER:
+            dims = len(next(iter(held.values())).shape)
+            return (
+                (stated, "") if stated.dim < dims else (None, f"it has no dim {stated.dim}, which is stated to be cut")
+            )
+        return (None, self.doubt) if self.doubt and stated is None else (Replicate(), "")
+
+    def _add_placed(
+        self, slot: Slot, expected: StoredTensor, held: Mapping[int, StoredTensor], how: Shard | Replicate, order: int
+    ) -> None:  # fmt: skip
+        role, name, key = slot
+        placement: Placement = {"dp": how}
+        replicas = self.replicas if isinstance(how, Replicate) else ()
+        shape = global_shape(expected.shape, placement, self.mesh)
+        tensor = self.builder.tensor(
+            name, role, expected.dtype, shape, order, replicas=replicas, replica_axes=("dp",) if replicas else (),
+            placement=placement,
+        )  # fmt: skip
+        for rank, file in self.files.items():
+            stored = held.get(rank)
+            if stored is None and file.state is FileState.PRESENT:
+                continue
+            coordinate = Coordinate.of(dp=rank)
+            box = local_box(expected.shape, placement, self.mesh, coordinate)
+            number = self.builder.file_id(join(self.folder.path, file.name))
+            source = stored or expected
+            offset = stored.offset if stored else 0
+            self.builder.piece(tensor, number, offset, box, coordinate, key=key, strides=source.strides)
+
+    def _add_alone(self, rank: int, slot: Slot, stored: StoredTensor, order: int, reason: str) -> None:
+        """One rank's tensor of which nothing is claimed."""
+        role, name, key = slot
+        coordinate = Coordinate.of(dp=rank)
+        tensor = self.builder.tensor(
+            f"{name}@{coordinate}", role, stored.dtype, stored.shape, order, undetermined=reason
+        )
+        number = self.builder.file_id(join(self.folder.path, self.files[rank].name))
+        self.builder.piece(
+            tensor, number, stored.offset, whole(stored.shape), coordinate, key=key, strides=stored.strides
+        )
+
+    def _add_parts(self) -> None:
+        """Records of parts are not read; that they are there must show."""
+        for key in dict.fromkeys(key for state in self.states.values() for key in state.parts):
+            self.builder.tensor(self._name(key), Role.OBJECT, FLOAT32, (0,), 1 << 41, undetermined=self.doubt)
+
+    # Scalars and problems
+
+    def _add_scalars_and_problems(self) -> None:
+        ranks = {recorded(self.files[rank], "rank") for rank in self.states}
+        for rank, file in self.files.items():
+            for name, value in (
+                ("global_steps", recorded(file, *STEPS)),
+                ("world_size", recorded(file, "world_size")),
+            ):
+                if value is not None:
+                    path = join(self.folder.path, file.name)
+                    self.builder.scalars.append(Scalar(name, float(value), path, Coordinate.of(dp=rank)))
+            stated = recorded(file, "world_size")
+            if stated not in (None, self.world):
+                self._problem(
+                    ProblemKind.METADATA, file.name, f"records world_size {stated}, others {self.world}", rank
+                )
+            if message := self._origin(rank, file, several=len(ranks) > 1):
+                self._problem(ProblemKind.OTHER_RANK, file.name, message, rank)
+        for name in self.leftovers:
+            self._problem(ProblemKind.LEFTOVER, name, f"is of no rank of the mesh ({self.mesh}), or there twice")
+
+    def _problem(self, kind: ProblemKind, name: str, message: str, rank: int | None = None) -> None:
+        coordinate = Coordinate() if rank is None else Coordinate.of(dp=rank)
+        self.builder.problems.append(Problem(kind, join(self.folder.path, name), message, coordinate))
+
+    def _origin(self, rank: int, file: StepFile, *, several: bool) -> str:
+        """What shows that a file is another rank's: torch keeps the stem that was saved to, scripts record the rank."""
+        root = NAME.fullmatch(f"{file.content.root}.pt") if file.content else None
+        if root and root["head"] == self.series.head and int(root["rank"]) != rank:
+            return f"was saved as {file.content.root if file.content else ''}"
+        own = recorded(file, "rank")
+        return f"records rank {own}" if several and own not in (None, rank) else ""

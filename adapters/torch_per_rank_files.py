@@ -1,0 +1,133 @@
+"""The files of one step with a ``torch.save`` file a rank, and what one file holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from auditor.adapters.adapter import Folder
+from auditor.adapters.deepspeed_files import MAX_RANKS, StepFile
+from auditor.containers.pickle_machine import Global, Opaque
+from auditor.containers.torch_zip import StoredTensor
+from auditor.model.dtype import Kind
+
+NAME = re.compile(r"(?P<head>(?:.*?(?<![a-z]))?rank[-_.]?)(?P<rank>\d{1,6})(?P<tail>(?:\D.*)?\.(?:pt|pth|bin|ckpt))")
+_OTHER_AXIS = re.compile(r"(?:^|.*[^a-z])(?:mp|tp|pp|ep|cp|sp|zero|tensor|pipeline|expert)[-_.]rank[-_.]?")
+"""Ranks of another axis than data-parallel ones."""
+_MODELS = ("model", "state_dict", "module", "model_state_dict")
+STEPS = ("step", "iteration", "global_step", "global_steps")
+_SETTINGS = ("args", "config", "cfg", "hparams", "hyper_parameters")
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size", "tensor_parallel_size",
+          "pipeline_parallel_size", "tp_size", "pp_size", "tp", "pp")  # fmt: skip
+_BUFFER = re.compile(r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked)")
+_PARTS = frozenset({"DTensor", "ShardedTensor", "_rebuild_wrapper_subclass"})
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Files that differ in the rank alone."""
+
+    head: str
+    tail: str
+    names: Mapping[int, str]
+    """By rank."""
+    doubles: Sequence[str] = ()
+
+    def name(self, rank: int) -> str:
+        """The file of a rank, its number as long as the others' are where those begin with zeros."""
+        known = [name[len(self.head) : -len(self.tail)] for name in self.names.values()]
+        width = max((len(number) for number in known if number.startswith("0")), default=1)
+        return self.names.get(rank, f"{self.head}{rank:0{width}d}{self.tail}")
+
+
+def series_in(folder: Folder) -> list[Series]:
+    """The series in a folder, those with most files first."""
+    names: dict[tuple[str, str], dict[int, str]] = {}
+    doubles: dict[tuple[str, str], list[str]] = {}
+    for name in folder.files:
+        found = NAME.fullmatch(name)
+        if found is None or _OTHER_AXIS.fullmatch(found["head"]) or "rank" in found["tail"]:
+            continue
+        of_series = names.setdefault((found["head"], found["tail"]), {})
+        if int(found["rank"]) in of_series or int(found["rank"]) >= MAX_RANKS:
+            doubles.setdefault((found["head"], found["tail"]), []).append(name)
+        else:
+            of_series[int(found["rank"])] = name
+    found_series = [Series(*key, of_series, doubles.get(key, ())) for key, of_series in names.items()]
+    return sorted(found_series, key=lambda item: -len(item.names))
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What one rank file holds."""
+
+    model: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """Key within the state dict to tensor."""
+    parts: Sequence[str] = ()
+    """Keys of records that say that the file holds a part."""
+    path: str = ""
+    """Where the state dict is in the file, with a dot."""
+
+    @property
+    def found(self) -> bool:
+        """Whether there is a state dict."""
+        return bool(self.model or self.parts)
+
+    def parameters(self) -> dict[str, StoredTensor]:
+        """What an optimizer may have been handed: no buffers, no integers, no second names of tied parameters."""
+        places: dict[object, str] = {}
+        for key, tensor in self.model.items():
+            if not is_buffer(key, tensor):
+                places.setdefault((tensor.storage, tensor.offset, tensor.shape), key)
+        return {key: self.model[key] for key in places.values()}
+
+
+def is_buffer(key: str, tensor: StoredTensor) -> bool:
+    """Running statistics; and integers, which can't be trained."""
+    return bool(_BUFFER.fullmatch(key)) or tensor.dtype.kind not in (Kind.FLOAT, Kind.COMPLEX)
+
+
+def rank_state(file: StepFile) -> RankState:
+    """The model's state dict of one file."""
+    for key in _MODELS:
+        inside = file.tree.get(key)
+        if isinstance(inside, dict) and (state := _state_dict(inside, f"{key}.")).found:
+            return state
+    state = _state_dict(file.tree, "")
+    return state if 2 * len(state.model) > len(file.tree) or state.parts else RankState()
+
+
+def _state_dict(tree: Mapping[Any, Any], path: str) -> RankState:
+    named = {key: value for key, value in tree.items() if isinstance(key, str)}
+    tensors = {key: value for key, value in named.items() if isinstance(value, StoredTensor)}
+    return RankState(tensors, [key for key, value in named.items() if _is_part(value)], path)
+
+
+def _is_part(value: object) -> bool:
+    """Whether a record stands for a rank's part of a tensor. Its module moved between releases, its name did not."""
+    if not isinstance(value, Opaque):
+        return False
+    return any(isinstance(item, Global) and item.name in _PARTS for item in (value.maker, *value.arguments))
+
+
+def recorded(file: StepFile, *keys: str) -> int | None:
+    """A count that a file records at its top level."""
+    for key in keys:
+        value = file.tree.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53:
+            return value
+    return None
+
+
+def parallel_setting(file: StepFile) -> str:
+    """A recorded setting by which ranks hold different parts."""
+    for key in _SETTINGS:
+        settings = file.tree.get(key)
+        values = settings.attributes() if isinstance(settings, Opaque) else settings
+        for name in _SIZES:
+            size = values.get(name) if isinstance(values, dict) else None
+            if isinstance(size, int) and size > 1:
+                return f"{key} records {name} {size}: rank files need not be replicas"
+    return ""
