@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from itertools import accumulate
 from typing import Any
 
 from auditor.containers.damage import DamagedError, LimitError
@@ -15,6 +17,10 @@ from auditor.storage.store import Handle, ShortReadError, read_bytes
 MAX_JSON_BYTES = 64 << 20
 """A document may be this long: the index of a million tensors, the log of a million steps."""
 
+MAX_DEPTH = 64
+"""Lists within lists; the deepest honest document (a trainer's state) has five."""
+
+_STRING, _BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"'), re.compile(rb"[\[\]{}]")
 _MIN_BYTES_PER_BRACKET = 8
 _FREE_BRACKETS = 1 << 12
 """A list or dictionary takes two bytes of text and sixty of memory. Honest documents have one in eight at most."""
@@ -29,6 +35,8 @@ def parse_json(raw: bytes, *, unique_keys: bool = True) -> Any:
     """
     if raw.count(b"[") + raw.count(b"{") > len(raw) // _MIN_BYTES_PER_BRACKET + _FREE_BRACKETS:
         raise LimitError("its JSON holds more lists than any honest one")
+    if _depth(raw) > MAX_DEPTH:
+        raise LimitError("its JSON is nested too deeply")
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique_keys else None)
     except UnicodeDecodeError as error:
@@ -37,6 +45,12 @@ def parse_json(raw: bytes, *, unique_keys: bool = True) -> Any:
         raise LimitError("its JSON is nested too deeply") from error
     except ValueError as error:
         raise DamagedError(f"its JSON is broken: {error}") from error
+
+
+def _depth(raw: bytes) -> int:
+    """How deep lists and dictionaries are nested. Interpreters differ in the depth at which they give up."""
+    brackets = _BRACKET.findall(_STRING.sub(b"", raw))
+    return max(accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
 def read_json(handle: Handle, *, unique_keys: bool = True) -> Any:
