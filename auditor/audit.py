@@ -16,7 +16,8 @@ from typing import Literal
 
 from auditor.discovery import RunSource, StepSource, discover
 from auditor.errors import NothingToAuditError, UsageError
-from auditor.invariants.registry import Invariant, Needs, invariants, select
+from auditor.invariants.invariant import Invariant, Needs
+from auditor.invariants.registry import invariants, select
 from auditor.model.catalog import Catalog, FileState, Role
 from auditor.model.finding import Finding, Judgement, Outcome
 from auditor.model.mesh import NO_MESH, Mesh

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterable
 
 from auditor.audit import Report, RunReport, StepReport
-from auditor.invariants.registry import FAMILIES
+from auditor.invariants.invariant import FAMILIES
 from auditor.model.finding import Finding, Outcome
 from auditor.model.run import Commit
 from auditor.settings import Settings

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from auditor.invariants.registry import FAMILIES, find, invariants, select
+from auditor.invariants.invariant import FAMILIES
+from auditor.invariants.registry import find, invariants, select
 from auditor.report.catalogue import pages
 from tests.paths import ROOT
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from auditor.invariants.registry import Invariant
+from auditor.invariants.invariant import Invariant
 from auditor.model.catalog import WITHHELD, Catalog, FileState, Problem, ProblemKind, Role, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.region import Box, SweepTooLarge, coverage
@@ -107,7 +107,7 @@ def implied_tensors_are_stored(evidence: StepEvidence) -> Judgement:
     if catalog.not_implied is None:
         return Judgement(not_applicable={"the format's own records tell every tensor": 1})
     violations = tuple(_of_problems(catalog, ProblemKind.ABSENT))
-    withheld = tuple(_base_name(file.name) for file in catalog.files if file.state in WITHHELD)
+    withheld = tuple(catalog.within(file.name) for file in catalog.files if file.state in WITHHELD)
     undetermined = {"storage did not let the file be read": withheld} if withheld else {}
     # Without a configuration there is no statement to hold; what is not known of shapes is MET003's to say.
     not_applicable = {catalog.not_implied: 1} if catalog.not_implied and not violations else {}
@@ -122,9 +122,9 @@ def _of_problems(catalog: Catalog, kind: ProblemKind) -> Iterator[Violation]:
     explaining |= {problem.file for problem in catalog.problems if problem.kind is ProblemKind.LEFTOVER}
     for problem in catalog.problems:
         if problem.kind is kind:
-            message = f"{_base_name(problem.file)} {problem.message}"
+            message = f"{catalog.within(problem.file)} {problem.message}"
             causes = frozenset({problem.file} & explaining)
-            subject = problem.tensor or _base_name(problem.file)
+            subject = problem.tensor or catalog.within(problem.file)
             yield Violation(subject, (_of_problem(catalog.step, problem, places),), message, explained_by=causes)
 
 
@@ -134,10 +134,6 @@ def _of_problem(step: int, problem: Problem, places: Mapping[str, Tensor]) -> Lo
         step, problem.file, problem.tensor, tensor.role if tensor else None,
         tensor.order if tensor else problem.order, problem.coordinate, detail=problem.message,
     )  # fmt: skip
-
-
-def _base_name(path: str) -> str:
-    return path.rsplit("/", 1)[-1]
 
 
 INVARIANTS = (

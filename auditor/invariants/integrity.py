@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from auditor.invariants.registry import Invariant, Needs
+from auditor.invariants.invariant import Invariant, Needs
 from auditor.model.catalog import WITHHELD, Catalog, FileState, ProblemKind, Scalar
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.run import Commit, PointerState, RunState, StepEvidence, StepState, optimizer_step
@@ -16,19 +16,14 @@ def base_name(path: str) -> str:
     return path.rsplit("/", 1)[-1]
 
 
-def within(catalog: Catalog, path: str) -> str:
-    """A file's path below its step: what it is called in every step."""
-    return path.removeprefix(f"{catalog.path}/") if catalog.path else path
-
-
 def _files_in_state(catalog: Catalog, state: FileState) -> Judgement:
     bad = [file for file in catalog.files if file.state is state]
-    unreadable = tuple(within(catalog, file.name) for file in catalog.files if file.state in WITHHELD)
+    unreadable = tuple(catalog.within(file.name) for file in catalog.files if file.state in WITHHELD)
     violations = tuple(
         Violation(
-            within(catalog, file.name),
+            catalog.within(file.name),
             (Location(catalog.step, file.name, coordinate=file.coordinate, detail=file.detail),),
-            f"{within(catalog, file.name)}: {file.detail}",
+            f"{catalog.within(file.name)}: {file.detail}",
         )
         for file in bad
     )
@@ -63,9 +58,9 @@ def _files_with(catalog: Catalog, kind: ProblemKind) -> Judgement:
     problems = [problem for problem in catalog.problems if problem.kind is kind]
     violations = tuple(
         Violation(
-            within(catalog, problem.file),
+            catalog.within(problem.file),
             (Location(catalog.step, problem.file, coordinate=problem.coordinate, detail=problem.message),),
-            f"{within(catalog, problem.file)} {problem.message}",
+            f"{catalog.within(problem.file)} {problem.message}",
         )
         for problem in problems
     )
@@ -84,7 +79,7 @@ def steps_agree(evidence: StepEvidence) -> Judgement:
         if wanted is not None and scalar.value != wanted:
             odd.setdefault(scalar.file, _odd_step(catalog, scalar, wanted))
     violations = tuple(
-        Violation(within(catalog, file), (at,), f"{within(catalog, file)} {at.detail}") for file, at in odd.items()
+        Violation(catalog.within(file), (at,), f"{catalog.within(file)} {at.detail}") for file, at in odd.items()
     )
     return Judgement(len({scalar.file for scalar in counters}) - len(odd), violations)
 
@@ -107,10 +102,10 @@ def checksums_hold(evidence: StepEvidence) -> Judgement:
             detail = f"{count} checksum: {found.bad[0]}"
             location = Location(catalog.step, file.name, coordinate=file.coordinate, detail=detail)
             violations.append(
-                Violation(within(catalog, file.name), (location,), f"{within(catalog, file.name)}: {detail}")
+                Violation(catalog.within(file.name), (location,), f"{catalog.within(file.name)}: {detail}")
             )
         elif found.reason:
-            unknown.setdefault(found.reason, []).append(within(catalog, file.name))
+            unknown.setdefault(found.reason, []).append(catalog.within(file.name))
         else:
             without += not found.num_good
             num_holds += bool(found.num_good)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from auditor.invariants.integrity import base_name
-from auditor.invariants.registry import Invariant
+from auditor.invariants.invariant import Invariant
 from auditor.model.catalog import WITHHELD, FileState, ProblemKind
 from auditor.model.finding import Judgement, Location, Severity, Violation
 from auditor.model.run import StepEvidence
@@ -21,7 +20,7 @@ def _judge(evidence: StepEvidence, *kinds: ProblemKind) -> Judgement:
             continue
         if problem.kind is ProblemKind.UNPLACED and withheld:
             # What would place it may be in the file that storage did not give.
-            undetermined.append(base_name(problem.file))
+            undetermined.append(catalog.within(problem.file))
             continue
         tensor = by_name.get(problem.tensor)
         location = Location(
@@ -29,8 +28,8 @@ def _judge(evidence: StepEvidence, *kinds: ProblemKind) -> Judgement:
             tensor.order if tensor else problem.order, problem.coordinate, detail=problem.message,
         )  # fmt: skip
         explained = lost if problem.kind is ProblemKind.UNPLACED else frozenset()
-        subject = f"{base_name(problem.file)} {problem.tensor}".strip()
-        message = f"{base_name(problem.file)} {problem.message}"
+        subject = f"{catalog.within(problem.file)} {problem.tensor}".strip()
+        message = f"{catalog.within(problem.file)} {problem.message}"
         violations.append(Violation(subject, (location,), message, explained_by=explained))
     bad = {violation.locations[0].file for violation in violations}
     present = [file for file in catalog.files if file.state is FileState.PRESENT and file.name not in bad]

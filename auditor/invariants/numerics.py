@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from auditor.invariants.registry import Invariant, Needs
+from auditor.invariants.invariant import Invariant, Needs
 from auditor.model.catalog import Role
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.observation import Read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from auditor.invariants.registry import Invariant, Needs
+from auditor.invariants.invariant import Invariant, Needs
 from auditor.model.catalog import WITHHELD, Catalog, FileState, Role, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate

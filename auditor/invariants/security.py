@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from auditor.invariants.integrity import base_name
-from auditor.invariants.registry import Invariant, Needs
+from auditor.invariants.invariant import Invariant, Needs
 from auditor.model.catalog import FileState
 from auditor.model.finding import Judgement, Location, Severity, Violation
 from auditor.model.run import StepEvidence
@@ -46,7 +45,9 @@ def nothing_would_run(evidence: StepEvidence) -> Judgement:
         if calls:
             detail = f"would call {', '.join(calls[:4])} when loaded by an ordinary unpickler"
             location = Location(catalog.step, file.name, coordinate=file.coordinate, detail=detail)
-            violations.append(Violation(base_name(file.name), (location,), f"{base_name(file.name)} {detail}"))
+            violations.append(
+                Violation(catalog.within(file.name), (location,), f"{catalog.within(file.name)} {detail}")
+            )
         else:
             num_holds += file.state is FileState.PRESENT
     return Judgement(num_holds, tuple(violations))

@@ -349,6 +349,10 @@ class Catalog:
             pieces=self.pieces.only(kept),
         )
 
+    def within(self, path: str) -> str:
+        """A file's path below its step: what it is called in every step."""
+        return path.removeprefix(f"{self.path}/") if self.path else path
+
     def file_of(self, piece: int) -> File:
         """The file in which a piece lies."""
         return self.files[int(self.pieces.file[piece])]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from auditor.invariants.registry import Invariant, Needs, invariants
+from auditor.invariants.invariant import Invariant, Needs
+from auditor.invariants.registry import invariants
 
 _NEEDS = {
     Needs.NAMES: "reads names", Needs.HEADERS: "reads headers", Needs.WEIGHTS: "reads weights",

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from auditor.invariants.registry import NEVER_A_CONSEQUENCE, Invariant
+from auditor.invariants.invariant import NEVER_A_CONSEQUENCE, Invariant
 from auditor.model.catalog import Role
 from auditor.model.finding import Finding, Judgement, Location, Severity, Violation
 from auditor.model.mesh import Coordinate

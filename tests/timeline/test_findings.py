@@ -1,6 +1,7 @@
 import pytest
 
-from auditor.invariants.registry import Invariant, find
+from auditor.invariants.invariant import Invariant
+from auditor.invariants.registry import find
 from auditor.model.catalog import Role
 from auditor.model.finding import Judgement, Location, Severity, Violation
 from auditor.model.mesh import Coordinate

@@ -1,0 +1,77 @@
+"""What an invariant is: a record, and a pure function that judges one step or one run by it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from auditor.model.finding import Judgement, LikelyCause, Severity
+from auditor.model.observation import DifferenceClass
+from auditor.model.run import RunState, StepEvidence
+
+FAMILIES = {
+    "INT": "integrity", "COV": "coverage", "MET": "metadata", "REP": "replicas", "TIE": "tying", "CST": "cast",
+    "OPT": "optimizer", "NUM": "numerics", "MOT": "motion", "AUX": "auxiliary", "REF": "reference", "SEC": "security",
+}  # fmt: skip
+PRECEDENCE = ("INT", "COV", "MET", "REP", "CST", "OPT", "NUM", "MOT", "AUX", "TIE", "REF", "SEC")
+"""Which id a fault gets that violates several invariants; the others become its consequences."""
+
+
+class Needs(enum.IntEnum):
+    """What must have been read for an invariant to speak."""
+
+    NAMES = 0
+    HEADERS = 1
+    WEIGHTS = 2
+    CHECKSUMS = 4
+
+
+NEVER_A_CONSEQUENCE = frozenset({"SEC"})
+"""Families whose violations stand for themselves whatever else is wrong with the same file."""
+
+StepJudge = Callable[[StepEvidence], Judgement]
+RunJudge = Callable[[RunState], dict[int, Judgement]]
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    """One statement that must hold."""
+
+    id: str
+    """Family and three digits; never used again for another statement."""
+    name: str
+    """The bad pattern, in words joined by hyphens."""
+    severity: Severity
+    statement: str
+    """What must hold."""
+    rationale: str
+    """What goes wrong where it does not."""
+    source: str
+    """Where the statement or an incident is written down."""
+    example: str
+    """A finding, as one would read it."""
+    misses: str
+    """What a violation looks like that this does not see."""
+    hint: str
+    """The reader's next act."""
+    needs: Needs = Needs.HEADERS
+    judge_step: StepJudge | None = None
+    judge_run: RunJudge | None = None
+    likely_causes: tuple[LikelyCause, ...] = ()
+    causes_by_class: Mapping[DifferenceClass, tuple[LikelyCause, ...]] = field(default_factory=dict)
+    """Causes that fit differences of one class better than ``likely_causes`` do."""
+    goes_first: bool = False
+    """Whether it goes before the others of its family, whatever its number: it explains them."""
+    one_fault: bool = False
+    """Whether subjects that violate it in different steps are still one fault (a drift, spreading NaNs)."""
+
+    @property
+    def family(self) -> str:
+        """The three letters."""
+        return self.id[:3]
+
+    @property
+    def rank(self) -> tuple[int, str]:
+        """Place in the order of precedence."""
+        return PRECEDENCE.index(self.family), self.goes_first * " " + self.id
