@@ -65,6 +65,7 @@ def main() -> None:
     kind = sys.argv.pop(1)
     assert kind in READERS, __doc__
     corpus = Path(tempfile.mkdtemp())
+    (HERE / "crashes").mkdir(exist_ok=True)
     for number, seed in enumerate(seeds(kind)):
         (corpus / f"seed{number}").write_bytes(seed)
     with atheris.instrument_imports(include=["auditor.containers", "auditor.storage"]):
