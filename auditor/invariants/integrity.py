@@ -16,6 +16,20 @@ def base_name(path: str) -> str:
     return path.rsplit("/", 1)[-1]
 
 
+def called(state: StepState) -> str:
+    """What a step's folder is called; its number, where the folder itself was opened."""
+    return base_name(state.path) or f"step {state.step}"
+
+
+def count(number: int, what: str) -> str:
+    """A number of things in words.
+
+    >>> count(1, "file"), count(2, "file")
+    ('1 file', '2 files')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def _files_in_state(catalog: Catalog, state: FileState) -> Judgement:
     bad = [file for file in catalog.files if file.state is state]
     unreadable = tuple(catalog.within(file.name) for file in catalog.files if file.state in WITHHELD)
@@ -159,7 +173,7 @@ def _dangling(pointer: PointerState, target: StepState | None, step: int) -> Vio
     elif target is None:
         message = f"{file} names {base_name(pointer.target)}, which is not there"
     else:
-        message = f"{file} names {base_name(pointer.target)}, which lacks {len(target.missing)} files"
+        message = f"{file} names {base_name(pointer.target)}, which lacks {count(len(target.missing), 'file')}"
     causes = frozenset(target.missing) if target else frozenset()
     return Violation(file, (Location(step, pointer.file, detail=message),), message, explained_by=causes)
 
@@ -170,7 +184,7 @@ def steps_were_finished(run: RunState) -> dict[int, Judgement]:
     for state in run.steps:
         if state.commit is Commit.UNCOMMITTED:
             locations = tuple(Location(state.step, file, detail="it is not there") for file in state.missing)
-            message = f"{base_name(state.path)} lacks {len(state.missing)} files and nothing commits it"
+            message = f"{called(state)} lacks {count(len(state.missing), 'file')} and nothing commits it"
             unfinished.append((state, Violation("the step", locations, message)))
     return _per_step(run, unfinished)
 
@@ -185,7 +199,7 @@ def optimizer_states_advance(run: RunState) -> dict[int, Judgement]:
         known = first.setdefault(state.optimizer_step, state)
         if state.moved and known.step != state.step and known.moved:
             message = f"its optimizer state is that of optimizer step {state.optimizer_step:g}, as in step {known.step}"
-            repeated.append((state, _at(state, base_name(state.path), f"{base_name(state.path)}: {message}")))
+            repeated.append((state, _at(state, called(state), f"{called(state)}: {message}")))
     return _per_step(run, repeated)
 
 
@@ -197,8 +211,8 @@ def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
         first = seen.setdefault(state.step, state)
         # Step 0 is also what a folder without any record of a step has: several exports side by side.
         if first is not state and state.step > 0:
-            message = f"{base_name(first.path)} and {base_name(state.path)} both say that they are step {state.step}"
-            twice.append((state, _at(state, base_name(state.path), message)))
+            message = f"{called(first)} and {called(state)} both say that they are step {state.step}"
+            twice.append((state, _at(state, called(state), message)))
     return _per_step(run, twice)
 
 
@@ -211,9 +225,7 @@ def pointer_is_newest(run: RunState) -> dict[int, Judgement]:
     behind = (
         (
             state,
-            _at(
-                state, base_name(state.path), f"{base_name(state.path)} is whole, the pointer names step {max(targets)}"
-            ),
+            _at(state, called(state), f"{called(state)} is whole, the pointer names step {max(targets)}"),
         )
         for state in run.steps
         if state.whole and state.step > max(targets)
