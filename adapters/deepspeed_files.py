@@ -92,7 +92,7 @@ def read_file(store: Store, folder: Folder, name: str) -> StepFile:
             return StepFile(name, FileState.CHANGED, None, "it changed while its directory was read", listed)
         return StepFile(name, FileState.DAMAGED, None, str(error), listed)
     except ObjectMissingError:
-        return StepFile(name, FileState.MISSING, None, "it is not there")
+        return absent(name)
     except (UnsupportedError, StorageError) as error:
         return StepFile(name, FileState.UNREADABLE, None, str(error), listed)
 
@@ -222,23 +222,24 @@ def _add_absent(
 ) -> dict[str, str]:  # fmt: skip
     """Add what the recorded sizes and the parameter names of the stages imply; what of it is impossible, by file."""
     for mp_rank in range(degrees.pp * degrees.tp):
-        models.setdefault(mp_rank, _absent(f"mp_rank_{mp_rank:02d}_model_states.pt"))
+        models.setdefault(mp_rank, absent(f"mp_rank_{mp_rank:02d}_model_states.pt"))
     prefix = "bf16_" if any(file.name.startswith("bf16_") for file in zeros.values()) or not zeros else ""
     for dp in range(degrees.dp):
         for mp_rank in range(degrees.pp * degrees.tp):
             name = f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp_rank:02d}_optim_states.pt"
-            zeros.setdefault((dp, mp_rank), _absent(name))
+            zeros.setdefault((dp, mp_rank), absent(name))
     numbers = _layer_numbers(models, layers)
     if len(numbers) * degrees.tp > MAX_RANKS:
         first = min(models.values(), key=lambda file: file.name)
         return {first.name: f"records parameters of {len(numbers)} layers on {degrees.tp} tensor-parallel ranks"}
     for layer in numbers:
         for tp in range(degrees.tp):
-            layers.setdefault((layer, tp), _absent(f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"))
+            layers.setdefault((layer, tp), absent(f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"))
     return {}
 
 
-def _absent(name: str) -> StepFile:
+def absent(name: str) -> StepFile:
+    """A file that must be there but isn't."""
     return StepFile(name, FileState.MISSING, None, "it is not there")
 
 

@@ -16,7 +16,7 @@ from auditor.adapters.deepspeed_files import StepFiles, megatron_args
 from auditor.adapters.megatron_names import Placed, place, rule_for, sizes_from
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Role
-from auditor.model.mesh import Coordinate, Placement, Replicate, global_shape, local_box
+from auditor.model.mesh import Coordinate, Placement, Replicate, coordinates_along, global_shape, local_box
 from auditor.model.region import Box, whole
 
 _TIED = re.compile(r"tied_modules\.[^.]+\.")
@@ -45,7 +45,6 @@ class Layout:
 
     def __init__(self, files: StepFiles, options: Options) -> None:
         self.files, self.degrees, self.options = files, files.degrees, options
-        self._known_replicas: dict[object, tuple[Coordinate, ...]] = {}
         self.groups = {stage: files.stage_shapes(stage) for stage in range(self.degrees.pp)}
         """Per stage and parameter group, name to local shape, in the order of the flat partitions."""
         self.stages: dict[str, list[int]] = {}
@@ -137,28 +136,19 @@ class Layout:
     ) -> Part:  # fmt: skip
         assert placed.how is not None
         placement: Placement = {"tp": placed.how}
-        axes: Mapping[str, list[int]] = {
-            "pp": stages if role is not Role.PARAMETER else [],
-            "tp": list(range(self.degrees.tp)) if isinstance(placed.how, Replicate) else [],
+        axes: Mapping[str, tuple[int, ...]] = {
+            "pp": tuple(stages) if role is not Role.PARAMETER else (),
+            "tp": tuple(range(self.degrees.tp)) if isinstance(placed.how, Replicate) else (),
         }
         axes = {axis: indices for axis, indices in axes.items() if len(indices) > 1}
         # Weights are written by data-parallel rank 0 and by the first stage alone.
         once = {"pp": len(stages), "dp": self.degrees.dp} if role is Role.PARAMETER else {}
         return Part(
             name, order, local, global_shape(local, placement, self.degrees.mesh),
-            local_box(local, placement, self.degrees.mesh, coordinate), tuple(axes), self._replicas(axes),
+            local_box(local, placement, self.degrees.mesh, coordinate), tuple(axes),
+            coordinates_along(tuple(axes.items())),
             tuple(axis for axis, degree in once.items() if degree > 1), placement,
         )  # fmt: skip
-
-    def _replicas(self, axes: Mapping[str, list[int]]) -> tuple[Coordinate, ...]:
-        """The coordinates along ``axes``, made once: there are as many as ranks, and every rank asks for them."""
-        key = tuple((axis, tuple(indices)) for axis, indices in axes.items())
-        if key not in self._known_replicas:
-            places = [Coordinate()]
-            for axis, indices in axes.items():
-                places = [known.merged(Coordinate.of(**{axis: index})) for known in places for index in indices]
-            self._known_replicas[key] = tuple(places)
-        return self._known_replicas[key]
 
     @staticmethod
     def _synchronised(key: str) -> bool:

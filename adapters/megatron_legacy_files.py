@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from auditor.adapters.adapter import Folder
-from auditor.adapters.deepspeed_files import MAX_RANKS, StepFile, megatron_args, read_file
+from auditor.adapters.deepspeed_files import MAX_RANKS, StepFile, absent, megatron_args, read_file
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import FileState
 from auditor.model.mesh import Coordinate, Mesh
@@ -225,7 +225,7 @@ def _unlisted(store: Store, listed: Folder, name: str) -> StepFile:
     """A file that must be there but was not listed: missing, unless its folder could not be listed."""
     if name.split("/")[0] in listed.folders:
         return read_file(store, listed, name)
-    return StepFile(name, FileState.MISSING, None, "it is not there")
+    return absent(name)
 
 
 def _distributed(args: Mapping[str, object]) -> bool:

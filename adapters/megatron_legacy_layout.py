@@ -19,7 +19,7 @@ from auditor.adapters.adapter import Options
 from auditor.adapters.megatron_legacy_files import Place, StepFiles
 from auditor.adapters.megatron_names import Placed, core_sizes_from, place, rule_for
 from auditor.containers.torch_zip import StoredTensor
-from auditor.model.mesh import Coordinate, Placement, Replicate, global_shape, local_box
+from auditor.model.mesh import Coordinate, Placement, Replicate, coordinates_along, global_shape, local_box
 from auditor.model.region import Box, whole
 
 _LAYERS = re.compile(r"((?:.*?\.)?layers\.)(\d{1,6})(\..*)")
@@ -78,7 +78,6 @@ class Layout:
                 stages = self.stages.setdefault(name, [])
                 stages.extend([chunk[1]] if chunk[1] not in stages else [])
                 self.orders.setdefault(name, virtual * _ORDER_PER_CHUNK + at)
-        self._replicas: dict[object, tuple[Coordinate, ...]] = {}
 
     # Names
 
@@ -163,10 +162,11 @@ class Layout:
             "ep": [*range(self.degrees.ep)],
             "tp": [*range(self.degrees.tp)] if isinstance(placed.how, Replicate) else [],
         }
-        axes_held = {axis: indices for axis, indices in replica_axes.items() if len(indices) > 1}
+        axes_held = {axis: tuple(indices) for axis, indices in replica_axes.items() if len(indices) > 1}
         return Part(
             name + suffix, order, global_shape(local, placement, self.degrees.mesh),
-            self._boxes(local, placed, placement, coordinate), tuple(axes_held), self._places(axes_held),
+            self._boxes(local, placed, placement, coordinate), tuple(axes_held),
+            coordinates_along(tuple(axes_held.items())),
             self.degrees.stored_once, placement,
         )  # fmt: skip
 
@@ -191,13 +191,3 @@ class Layout:
         box = local_box(half, placement, self.degrees.mesh, coordinate)
         up = box.shifted((half[0] * self.degrees.tp, *(0 for _ in half[1:])))
         return (box, 0), (up, half[0])
-
-    def _places(self, axes: Mapping[str, list[int]]) -> tuple[Coordinate, ...]:
-        """The coordinates along ``axes``, made once: every tensor asks for them."""
-        key = tuple((axis, tuple(indices)) for axis, indices in axes.items())
-        if key not in self._replicas:
-            known = [Coordinate()]
-            for axis, indices in axes.items():
-                known = [place.merged(Coordinate.of(**{axis: index})) for place in known for index in indices]
-            self._replicas[key] = tuple(known)
-        return self._replicas[key]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from auditor.adapters.adapter import Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.adapters.deepspeed_files import MAX_RANKS, StepFile, read_file
+from auditor.adapters.deepspeed_files import MAX_RANKS, StepFile, absent, read_file
 from auditor.adapters.optimizer_index import (
     ROLES,
     Attached,
@@ -47,8 +47,7 @@ class PerRankReading:
             worlds.update([world] if world and world <= MAX_RANKS else [])
         self.world = worlds.most_common(1)[0][0] if worlds else 1 + max(read, default=0)
         self.leftovers = [*series.doubles, *(series.names[rank] for rank in read if rank >= self.world)]
-        absent = (StepFile(series.name(rank), FileState.MISSING, None, "it is not there") for rank in range(self.world))
-        self.files = {rank: read.get(rank, file) for rank, file in enumerate(absent)}
+        self.files = {rank: read[rank] if rank in read else absent(series.name(rank)) for rank in range(self.world)}
         self.states = {rank: rank_state(file) for rank, file in self.files.items() if file.content}
         self.mesh = Mesh((("dp", self.world),), ordered=True)
         self.wrapped = all(

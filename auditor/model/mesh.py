@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from auditor.model.region import Box
 
@@ -46,6 +47,21 @@ EVERYWHERE = Coordinate()
 def _axis_rank(entry: tuple[str, int]) -> tuple[int, str]:
     axis = entry[0]
     return (AXIS_ORDER.index(axis) if axis in AXIS_ORDER else len(AXIS_ORDER), axis)
+
+
+@lru_cache(maxsize=256)
+def coordinates_along(axes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Coordinate, ...]:
+    """The coordinates of all combinations of indices along ``axes``, the last axis fastest.
+
+    Kept: there are as many as ranks, and every rank's part of every tensor asks for them.
+
+    >>> [str(place) for place in coordinates_along((("pp", (0, 1)), ("tp", (3,))))]
+    ['pp=0,tp=3', 'pp=1,tp=3']
+    """
+    places = [EVERYWHERE]
+    for axis, indices in axes:
+        places = [known.merged(Coordinate.of(**{axis: index})) for known in places for index in indices]
+    return tuple(places)
 
 
 @dataclass(frozen=True, slots=True)
