@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from auditor.model.catalog import Catalog, File, PiecesBuilder, Problem, Role, Scalar, Tensor
 from auditor.model.dtype import DType
 from auditor.model.mesh import Coordinate, Mesh, Placement
+from auditor.model.optimizer import ParameterGroup, Tie
 from auditor.model.region import Region
 
 
@@ -23,6 +24,8 @@ class CatalogBuilder:
         self._pieces = PiecesBuilder()
         self.scalars: list[Scalar] = []
         self.problems: list[Problem] = []
+        self.groups: list[ParameterGroup] = []
+        self.ties: list[Tie] = []
 
     def file(self, file: File) -> int:
         """Add a file; its number."""
@@ -78,4 +81,5 @@ class CatalogBuilder:
         return Catalog(
             step, path, format_name, mesh, tuple(self._tensors), tuple(self._replicas), self._pieces.build(),
             tuple(self._files), tuple(self.scalars), tuple(self.problems), dict(opaque), tuple(unclaimed),
+            groups=tuple(self.groups), ties=tuple(self.ties),
         )  # fmt: skip

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from auditor.model.catalog import Catalog
 from auditor.model.finding import Judgement, LikelyCause, Severity
 from auditor.model.observation import DifferenceClass
+from auditor.model.pairing import Pairing
 from auditor.model.run import RunState, StepEvidence
 
 FAMILIES = {
@@ -61,6 +63,8 @@ class Invariant:
     likely_causes: tuple[LikelyCause, ...] = ()
     causes_by_class: Mapping[DifferenceClass, tuple[LikelyCause, ...]] = field(default_factory=dict)
     """Causes that fit differences of one class better than ``likely_causes`` do."""
+    pairings: Callable[[Catalog], Sequence[Pairing]] | None = None
+    """Which pairs of tensors must have been compared element by element for it to speak."""
     goes_first: bool = False
     """Whether it goes before the others of its family, whatever its number: it explains them."""
     one_fault: bool = False

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from auditor.model.dtype import DType
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh, Replicate, Shard
+from auditor.model.optimizer import ParameterGroup, Tie
 from auditor.model.region import Box, FlatRange, Region
 
 
@@ -104,6 +105,8 @@ class Scalar:
     value: float
     file: str
     coordinate: Coordinate = EVERYWHERE
+    tensor: str = ""
+    """The parameter whose optimizer state counts these steps, for counters kept per parameter."""
 
 
 class ProblemKind(enum.Enum):
@@ -325,6 +328,10 @@ class Catalog:
     not_implied: str | None = None
     """For formats whose configuration implies which tensors the model has: why this one doesn't, empty where it does.
     None for formats whose own records say it."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """The optimizer's parameter groups, one entry a file and group."""
+    ties: tuple[Tie, ...] = ()
+    """Parameters that are said to be tied."""
 
     @cached_property
     def rows_by_tensor(self) -> dict[int, NDArray[np.int64]]:

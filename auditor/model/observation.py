@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from auditor.model.catalog import Catalog
 from auditor.model.mesh import Coordinate
+from auditor.model.pairing import PairResult, Pairing
 
 
 class Read(enum.IntEnum):
@@ -26,11 +27,11 @@ class Read(enum.IntEnum):
 
 OBSERVED = np.dtype([
     ("read", "i1"), ("lane0", "u8"), ("lane1", "u8"), ("num_nan", "i8"), ("num_infinite", "i8"), ("num_zero", "i8"),
-    ("minimum", "f8"), ("maximum", "f8"), ("sum_squares", "f8"),
+    ("minimum", "f8"), ("maximum", "f8"), ("sum_squares", "f8"), ("bits_used", "u8"),
 ])  # fmt: skip
 """One row a piece. ``lane0, lane1``: the tensor digest's two sums. ``minimum, maximum``: of the numbers that aren't
-NaN (+inf, -inf where there is none); ``sum_squares``: of the finite ones, accumulated in float64. Counts in elements,
-complex elements by their two parts."""
+NaN (+inf, -inf where there is none); ``sum_squares``: of the finite ones, accumulated in float64. ``bits_used``: the
+bitwise or of all elements (of 64-bit ones and smaller). Counts in elements, complex elements by their two parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class Observations:
     """Files that changed while they were read."""
     differences: Mapping[int, Sequence[Difference]] = field(default_factory=dict)
     """Tensor number to its measured differences; tensors beyond the evidence budget are not in it."""
+    pairs: Mapping[Pairing, Sequence[PairResult]] = field(default_factory=dict)
+    """What was measured of pairs of tensors; a pairing that was not asked for, or not read, is not in it."""
     checksums: Mapping[int, FileChecksums] = field(default_factory=dict)
     """File number to what its own checksums say, at level ``full``."""
     num_bytes_read: int = 0

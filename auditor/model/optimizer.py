@@ -1,0 +1,37 @@
+"""What a checkpoint records of its optimizer besides tensors, and which parameters it says are tied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from auditor.model.mesh import EVERYWHERE, Coordinate
+
+Hyperparameter = float | bool | str | None | tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterGroup:
+    """One parameter group of an optimizer, as one file records it."""
+
+    number: int
+    file: str
+    coordinate: Coordinate = EVERYWHERE
+    optimizer: str = ""
+    """Class of the optimizer where it is recorded, lower case (``adamw``); empty where it is not."""
+    hyperparameters: Mapping[str, Hyperparameter] = field(default_factory=dict)
+    """By torch's names: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``amsgrad``, ``maximize``, ``initial_lr`` …"""
+    parameters: tuple[str, ...] | None = None
+    """Names of the tensors handed to the group; None where the files don't say which they are."""
+    step: float | None = None
+    """The group's own count of optimizer steps, where it keeps one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Parameters that are one tensor in the model."""
+
+    names: tuple[str, ...]
+    """The one that is stored in any case first (the embedding), then its other users."""
+    source: str
+    """What says so: ``config.json: tie_word_embeddings``, ``one storage in model.pt`` …"""

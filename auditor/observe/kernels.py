@@ -1,0 +1,70 @@
+"""What is measured of elements while they lie in a buffer: the contract of the kernels, and which of them is taken.
+
+The numpy kernels (``digest``, ``statistics``) are the reference; the compiled ones give the same digests, counts and
+extrema. Sums of squares may differ in their last digits, because their order of summation does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from auditor.model.dtype import DType
+from auditor.model.pairing import Pairing
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Stretches of elements that lie without gaps both in a buffer and in the C order of their tensor.
+
+    Columns of one length. Complex elements count as two halves everywhere: in ``length`` and in ``start``.
+    """
+
+    at: NDArray[np.int64]
+    """First byte in the buffer; of any alignment."""
+    length: NDArray[np.int64]
+    """Elements."""
+    start: NDArray[np.int64]
+    """C-order index in the whole tensor of the first element."""
+    row: NDArray[np.int64]
+    """The row of the totals to which the run adds."""
+
+
+TALLY = np.dtype([("num_compared", "i8"), ("num_beyond", "i8"), ("num_one_ulp", "i8"), ("largest", "f8"),
+                  ("first", "i8")])  # fmt: skip
+"""Running totals of one pair of replicas; columns as in :class:`~auditor.model.pairing.PairResult`. ``first`` begins at
+-1; parts may be met in any order, the smallest index counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a comparison: where its runs lie; their length and start are the other side's."""
+
+    buffer: Bytes
+    dtype: DType
+    at: NDArray[np.int64]
+    """First byte in the buffer of every run; of any alignment."""
+
+
+class Kernels(Protocol):
+    """The measures over elements in buffers."""
+
+    name: str
+
+    def measure(self, buffer: Bytes, dtype: DType, runs: Runs, totals: NDArray[np.void]) -> None:
+        """Add digests, counts, extrema and sums of the ``runs`` to their rows of ``totals``.
+
+        ``totals``: rows of :data:`~auditor.model.observation.OBSERVED`, whose ``minimum`` and ``maximum`` begin at +inf
+        and -inf.
+        """
+
+    def compare(
+        self, pairing: Pairing, left: Side, right: Side, length: NDArray[np.int64], start: NDArray[np.int64],
+        tally: NDArray[np.void],
+    ) -> None:  # fmt: skip
+        """Add what ``pairing`` asks of these runs to ``tally`` (one row of :data:`TALLY`, shape ``(1,)``)."""
