@@ -304,12 +304,14 @@ class _Audit:
         return seen
 
     def weights(self, catalog: Catalog, level: Level, path: str) -> Observations:
-        # NUM looks at all values; replicas alone are enough where nothing else was asked for.
-        only_replicated = level is Level.REPLICAS or all(
-            item.family == "REP" for item in self.chosen if item.needs is Needs.WEIGHTS
-        )
-        rows = wanted_rows(catalog, only_replicated=only_replicated)
-        seen = observe(self.store, catalog, rows, self.executor, partial(self.progress, path))
+        asking = [item for item in self.chosen if item.needs is Needs.WEIGHTS]
+        pairings = [p for item in asking if item.pairings and level >= Level.VALUES for p in item.pairings(catalog)]
+        tensors = {number for item in asking if item.reads for number in item.reads(catalog)}
+        tensors.update(number for pairing in pairings for number in (pairing.left, pairing.right))
+        everything = level >= Level.VALUES and any(not item.reads and not item.pairings for item in asking)
+        rows = wanted_rows(catalog, None if everything else tensors)
+        progress = partial(self.progress, path)
+        seen = observe(self.store, catalog, rows, self.executor, progress, pairings, self.settings.kernels)
         return seen if seen.changed else measure_differences(self.store, catalog, seen)
 
     @staticmethod

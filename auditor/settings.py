@@ -79,6 +79,8 @@ class Settings:
     settle_seconds: float = 600.0
     threads: int = 0
     """0: as many as the machine has processors, at most 8."""
+    kernels: str = "auto"
+    """``numpy``, ``numba``, or ``auto``: numba where it is installed and enough is read to be worth its loading."""
     options: Options = field(default_factory=Options)
     waivers: tuple[Waiver, ...] = ()
     baseline: Known = frozenset()

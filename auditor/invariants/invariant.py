@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from auditor.model.catalog import Catalog
@@ -65,6 +65,9 @@ class Invariant:
     """Causes that fit differences of one class better than ``likely_causes`` do."""
     pairings: Callable[[Catalog], Sequence[Pairing]] | None = None
     """Which pairs of tensors must have been compared element by element for it to speak."""
+    reads: Callable[[Catalog], Iterable[int]] | None = None
+    """Of an invariant that needs weights: the tensors that are stored more than once or claimed equal, of which alone it
+    speaks. None: of all, or of those that ``pairings`` names."""
     goes_first: bool = False
     """Whether it goes before the others of its family, whatever its number: it explains them."""
     one_fault: bool = False

@@ -44,6 +44,11 @@ def replicas_are_equal(evidence: StepEvidence) -> Judgement:
     )  # fmt: skip
 
 
+def replicated(catalog: Catalog) -> list[int]:
+    """Numbers of the tensors that are stored more than once."""
+    return [number for number, places in enumerate(catalog.replicas) if len(places) > 1]
+
+
 def _why_incomplete(evidence: StepEvidence, group: ReplicaGroup) -> str:
     catalog = evidence.catalog
     states = {catalog.file_of(row).state for row in catalog.rows_by_tensor.get(group.tensor, [])}
@@ -139,7 +144,7 @@ INVARIANTS = (
         misses="Replicas that the writer threw away before saving; replicas that are equally wrong.",
         hint="Resume from the last good step after the cause is repaired; resynchronising replicas hides the damage "
              "already done to whichever side was wrong.",
-        needs=Needs.WEIGHTS, judge_step=replicas_are_equal, one_fault=True,
+        needs=Needs.WEIGHTS, judge_step=replicas_are_equal, reads=replicated, one_fault=True,
         likely_causes=(
             LikelyCause("gradient clipping or its norm differs between ranks",
                         "deepspeedai/DeepSpeed#1801"),

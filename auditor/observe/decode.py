@@ -81,3 +81,58 @@ def nan_mask(bits: NDArray[np.unsignedinteger], dtype: DType) -> NDArray[np.bool
     if dtype.kind not in (Kind.FLOAT, Kind.COMPLEX):
         return np.zeros(bits.shape, bool)
     return np.isnan(to_float64(bits, dtype))
+
+
+def can_round(source: DType, target: DType) -> bool:
+    """Whether :func:`rounded` takes these: floats, and a target that has a sign."""
+    return source.kind is Kind.FLOAT and target.kind is Kind.FLOAT and target.signed and target.bits >= 8
+
+
+def rounded(bits: NDArray[np.unsignedinteger], source: DType, target: DType) -> NDArray[np.unsignedinteger]:
+    """Value bits of ``target`` nearest to those of ``source``, ties to even (IEEE 754-2019, 4.3.1).
+
+    What is too large becomes infinity, or the largest number in dtypes that have none. Of a NaN nothing but that it is
+    one is kept.
+    """
+    if source.name == "float32" and target.name == "bfloat16":
+        return _rounded_to_bfloat16(bits)
+    values = to_float64(bits, source)
+    if target.name in ("float16", "float32", "float64"):
+        with np.errstate(all="ignore"):
+            native: NDArray[np.unsignedinteger] = values.astype(f"<f{target.bits // 8}").view(target.carrier)
+            return native
+    return _rounded(values, target)
+
+
+def _rounded_to_bfloat16(bits: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+    upper = bits >> np.uint32(16)
+    found = (bits + ((upper & np.uint32(1)) + np.uint32(0x7FFF)) >> np.uint32(16)).astype("<u2")
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    if int(magnitude.max(initial=0)) > 0x7F800000:
+        nan = magnitude > 0x7F800000
+        found[nan] = (upper[nan] | np.uint32(0x40)).astype("<u2")
+    return found
+
+
+def _rounded(values: NDArray[np.float64], target: DType) -> NDArray[np.unsignedinteger]:
+    """Any binary format: its patterns count the representable values from zero up."""
+    nan, infinite, negative = np.isnan(values), np.isinf(values), np.signbit(values)
+    magnitude = np.abs(np.where(nan | infinite, 0, values))
+    exponent = np.where(magnitude > 0, np.maximum(np.frexp(magnitude)[1] - 1, 1 - target.bias), 1 - target.bias)
+    # Dividing by the distance of neighbours is exact, so that rint sees every tie.
+    steps = np.rint(np.ldexp(magnitude, target.mantissa_bits - exponent)).astype(np.int64)
+    pattern = (exponent.astype(np.int64) - (1 - target.bias) << target.mantissa_bits) + steps
+    sign = 1 << (target.bits - 1)
+    limit = largest_pattern(target)
+    pattern = np.where(infinite, limit, np.minimum(pattern, limit))
+    if target.non_finite is NonFinite.NEGATIVE_ZERO_IS_NAN:
+        pattern = np.where(negative & (pattern != 0), pattern | sign, pattern)
+        return np.where(nan, sign, pattern).astype(target.carrier)
+    return (np.where(nan, sign - 1, pattern) | np.where(negative, sign, 0)).astype(target.carrier)
+
+
+def largest_pattern(dtype: DType) -> int:
+    """Bits of the largest value of a signed float: of infinity, where it has one."""
+    if dtype.non_finite is NonFinite.IEEE:
+        return ((1 << dtype.exponent_bits) - 1) << dtype.mantissa_bits
+    return (1 << (dtype.bits - 1)) - (2 if dtype.non_finite is NonFinite.NAN_ONLY else 1)

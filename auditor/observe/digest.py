@@ -99,19 +99,62 @@ def _digest(
 ) -> Lanes:
     if bits.size == 0:
         return 0, 0
-    rows, run, starts = _as_rows(bits, base, strides)
-    per_word = max(1, 32 // dtype.bits)
-    words_each = max(1, dtype.bits // 32)
-    if per_word > 1 and (run % per_word or (starts % per_word).any()):
-        return _digest_ragged(rows, starts, dtype.bits)
-    words = np.ascontiguousarray(rows).view("<u4")
-    first = starts // per_word * words_each
+    rows, _, starts = _as_rows(bits, base, strides)
+    lanes = _digest_rows(rows, starts, dtype.bits, pattern).sum(axis=1, dtype=np.uint64)
+    return int(lanes[0]), int(lanes[1])
+
+
+def digest_rows(rows: NDArray[np.unsignedinteger], starts: NDArray[np.int64], dtype: DType) -> NDArray[np.uint64]:
+    """Digests of runs of one length, shape (2, runs).
+
+    Args:
+        rows: value bits in the dtype's carrier, one run a row; complex elements are two each.
+        starts: C-order index in the whole tensor of each row's first element; complex elements count twice.
+        dtype: of the tensor; not a packed one.
+    """
+    width = dtype.bits // 2 if dtype.kind is Kind.COMPLEX else dtype.bits
+    return _digest_rows(rows, starts, width, counting_pattern(dtype))
+
+
+def _digest_rows(
+    rows: NDArray[np.unsignedinteger], starts: NDArray[np.int64], bits: int, pattern: tuple[int, ...]
+) -> NDArray[np.uint64]:
+    per_word = max(1, 32 // bits)
+    if per_word == 1:
+        return _digest_words(np.ascontiguousarray(rows).view("<u4"), starts * (bits // 32), pattern)
+    phases = starts % per_word
+    if (phases == phases[0]).all():
+        return _digest_narrow(rows, starts, bits, pattern)
+    lanes = np.empty((2, len(rows)), np.uint64)
+    for phase in range(per_word):
+        alike = np.flatnonzero(phases == phase)
+        if len(alike):
+            lanes[:, alike] = _digest_narrow(rows[alike], starts[alike], bits, pattern)
+    return lanes
+
+
+def _digest_narrow(
+    rows: NDArray[np.unsignedinteger], starts: NDArray[np.int64], bits: int, pattern: tuple[int, ...]
+) -> NDArray[np.uint64]:
+    """Elements narrower than a word, whose rows all start at the same place of a word."""
+    per_word = 32 // bits
+    low = min(-int(starts[0]) % per_word, rows.shape[1])
+    high = low + (rows.shape[1] - low) // per_word * per_word
+    lanes = np.zeros((2, len(rows)), np.uint64)
+    if high > low:
+        words = np.ascontiguousarray(rows[:, low:high]).view("<u4")
+        lanes += _digest_words(words, (starts + low) // per_word, pattern)
+    for first, last in ((0, low), (high, rows.shape[1])):
+        if last > first:
+            lanes += _digest_ragged(rows[:, first:last], starts + first, bits)
+    return lanes
+
+
+def _digest_words(words: NDArray[np.uint32], first: NDArray[np.int64], pattern: tuple[int, ...]) -> NDArray[np.uint64]:
     if len(first) > 1 and words.shape[1] < LONG_ROW:
         return _digest_short_rows(words, first, pattern)
-    total = (0, 0)
-    for row, at in zip(words, first.tolist(), strict=True):
-        total = add(total, _digest_run(row, at, pattern))
-    return total
+    runs = [_digest_run(row, at, pattern) for row, at in zip(words, first.tolist(), strict=True)]
+    return np.array(runs, np.uint64).reshape(-1, 2).T
 
 
 def _as_rows(
@@ -169,7 +212,9 @@ def _digest_part(words: NDArray[np.uint32], first: int, pattern: tuple[int, ...]
     return lanes[0], lanes[1]
 
 
-def _digest_short_rows(words: NDArray[np.uint32], first: NDArray[np.int64], pattern: tuple[int, ...]) -> Lanes:
+def _digest_short_rows(
+    words: NDArray[np.uint32], first: NDArray[np.int64], pattern: tuple[int, ...]
+) -> NDArray[np.uint64]:
     """Many short runs: those that start at the same place of a block share their keys.
 
     Rows of a tensor whose width divides a block (or the other way round) start at few places; where they start at
@@ -181,34 +226,34 @@ def _digest_short_rows(words: NDArray[np.uint32], first: NDArray[np.int64], patt
         index = first[:, None] + np.arange(length, dtype=np.int64)
         ones = np.array(pattern, np.uint64)[index % len(pattern)]
         return _sum_by_place(words.astype(np.uint64) + ones, index)
-    total = (0, 0)
+    lanes = np.zeros((2, len(words)), np.uint64)
     for number, place in enumerate(places.tolist()):
         rows = np.flatnonzero(inverse == number)
         inside = words[rows].astype(np.uint64)
         blocks = (first[rows] // WORDS_PER_BLOCK).astype(np.uint64)
         low, high = 0, min(length, WORDS_PER_BLOCK - place)
         while low < length:
-            total = add(total, _digest_aligned(inside[:, low:high], blocks, place if low == 0 else 0, pattern))
+            lanes[:, rows] += _digest_aligned(inside[:, low:high], blocks, place if low == 0 else 0, pattern)
             low, high = high, min(length, high + WORDS_PER_BLOCK)
             blocks = blocks + np.uint64(1)
-    return total
+    return lanes
 
 
 def _digest_aligned(
     words: NDArray[np.uint64], blocks: NDArray[np.uint64], place: int, pattern: tuple[int, ...]
-) -> Lanes:
+) -> NDArray[np.uint64]:
     """Rows that start at the same place of their blocks and don't leave them."""
     length = words.shape[1]
     ones = np.resize(np.roll(np.array(pattern, np.uint64), -(place % len(pattern))), length)
-    lanes = []
+    lanes = np.empty((2, len(words)), np.uint64)
     for lane in (0, 1):
         keys = word_keys()[lane][place : place + length]
         sums = np.einsum("rw,w->r", words, keys) + (ones * keys).sum(dtype=np.uint64)
-        lanes.append(int((sums * _block_keys(blocks, lane)).sum(dtype=np.uint64)))
-    return lanes[0], lanes[1]
+        lanes[lane] = sums * _block_keys(blocks, lane)
+    return lanes
 
 
-def _digest_ragged(rows: NDArray[np.unsignedinteger], starts: NDArray[np.int64], bits: int) -> Lanes:
+def _digest_ragged(rows: NDArray[np.unsignedinteger], starts: NDArray[np.int64], bits: int) -> NDArray[np.uint64]:
     """Narrow elements whose runs don't fill words: each element adds its shifted bits to its word."""
     per_word = 32 // bits
     index = starts[:, None] + np.arange(rows.shape[1], dtype=np.int64)
@@ -216,7 +261,7 @@ def _digest_ragged(rows: NDArray[np.unsignedinteger], starts: NDArray[np.int64],
     return _sum_by_place((rows.astype(np.uint64) + np.uint64(1)) << shift, index // per_word)
 
 
-def _sum_by_place(values: NDArray[np.uint64], places: NDArray[np.int64]) -> Lanes:
+def _sum_by_place(values: NDArray[np.uint64], places: NDArray[np.int64]) -> NDArray[np.uint64]:
     inside, blocks = places % WORDS_PER_BLOCK, places // WORDS_PER_BLOCK
     low, high = int(blocks.min()), int(blocks.max())
     if high - low > 4 * values.size:
@@ -225,11 +270,11 @@ def _sum_by_place(values: NDArray[np.uint64], places: NDArray[np.int64]) -> Lane
         which = which.reshape(blocks.shape)
     else:
         found, which = np.arange(low, high + 1), blocks - low
-    lanes = []
+    lanes = np.empty((2, len(values)), np.uint64)
     for lane in (0, 1):
         keys = word_keys()[lane][inside] * _block_keys(found.astype(np.uint64), lane)[which]
-        lanes.append(int((values * keys).sum(dtype=np.uint64)))
-    return lanes[0], lanes[1]
+        lanes[lane] = (values * keys).sum(axis=1, dtype=np.uint64)
+    return lanes
 
 
 def displayed(lanes: Lanes, dtype: DType, shape: Sequence[int]) -> str:

@@ -13,9 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.model.dtype import DType
-from auditor.model.pairing import Pairing
+from auditor.model.observation import OBSERVED
+from auditor.model.pairing import Pairing, PairKind
+from auditor.observe.decode import can_round
 
 Bytes = NDArray[np.uint8]
+
+WORTH_COMPILED_BYTES = 512 << 20
+"""From so many bytes on, the compiled kernels save more time than loading them takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +73,48 @@ class Kernels(Protocol):
         tally: NDArray[np.void],
     ) -> None:  # fmt: skip
         """Add what ``pairing`` asks of these runs to ``tally`` (one row of :data:`TALLY`, shape ``(1,)``)."""
+
+
+def comparable(kind: PairKind, left: DType, right: DType) -> bool:
+    """Whether ``compare`` takes tensors of these dtypes; it raises ValueError otherwise."""
+    if kind is PairKind.EQUAL:
+        return left.carrier == right.carrier and left.bits >= 8
+    if kind is PairKind.CAST:
+        return can_round(right, left)
+    return left.bits >= 8 and right.bits >= 8
+
+
+def empty_rows(count: int) -> NDArray[np.void]:
+    """Rows of :data:`~auditor.model.observation.OBSERVED` to which nothing was added yet."""
+    rows = np.zeros(count, OBSERVED)
+    rows["minimum"], rows["maximum"] = np.inf, -np.inf
+    return rows
+
+
+def empty_tallies(count: int) -> NDArray[np.void]:
+    """Rows of :data:`TALLY` to which nothing was added yet."""
+    rows = np.zeros(count, TALLY)
+    rows["first"] = -1
+    return rows
+
+
+def choose(num_bytes: int, wanted: str = "auto") -> Kernels:
+    """The kernels for reading ``num_bytes`` of weights: the compiled ones where numba is there and loading them pays.
+
+    Raises:
+        ValueError: no kernels have the ``wanted`` name.
+        ImportError: ``numba`` is wanted and not installed.
+    """
+    if wanted not in ("auto", "numpy", "numba"):
+        raise ValueError(f"no kernels are called {wanted!r}; there are auto, numpy and numba")
+    if wanted == "numba" or (wanted == "auto" and num_bytes >= WORTH_COMPILED_BYTES):
+        try:
+            from auditor.observe.compiled_kernels import CompiledKernels
+
+            return CompiledKernels()
+        except ImportError:
+            if wanted == "numba":
+                raise
+    from auditor.observe.numpy_kernels import NumpyKernels
+
+    return NumpyKernels()

@@ -1,8 +1,8 @@
-"""Counts, extrema and sum of squares of one block of elements. The numpy kernels: the reference for any other.
+"""Counts, extrema and sums of squares of rows of elements. The numpy kernels: the reference for any other.
 
 Sign-magnitude floats are read as integers: the largest signed integer is the largest positive value, the largest
-unsigned one the most negative value. Two integer reductions thus give the extrema, whether anything is not finite and
-whether there is a zero; only blocks that have such elements pay for counting them.
+unsigned one the most negative value. Integer reductions thus give the extrema, whether anything is not finite and
+whether there is a zero; only rows that have such elements pay for counting them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.model.dtype import DType, Kind, NonFinite
+from auditor.model.observation import OBSERVED
 from auditor.observe.decode import to_float64
 
 
@@ -41,42 +42,72 @@ def statistics(bits: NDArray[np.unsignedinteger], dtype: DType) -> Statistics:
     """Statistics of one block of value bits in the dtype's carrier; complex elements count as their two parts."""
     if bits.size == 0:
         return Statistics()
-    flat = np.ascontiguousarray(bits).reshape(-1)
-    if dtype.kind in (Kind.FLOAT, Kind.COMPLEX) and dtype.non_finite is NonFinite.IEEE and flat.itemsize >= 2:
-        return _of_floats(flat, dtype)
-    values = to_float64(flat, dtype)
-    return _of_values(values)
-
-
-def _of_values(values: NDArray[np.float64]) -> Statistics:
-    """The plain way, for everything small or odd."""
-    nan, infinite = np.isnan(values), np.isinf(values)
-    numbers = values[~nan] if nan.any() else values
-    finite = values[~(nan | infinite)] if nan.any() or infinite.any() else values
+    row = statistics_of_rows(np.ascontiguousarray(bits).reshape(1, -1), dtype)[0]
     return Statistics(
-        int(nan.sum()), int(infinite.sum()), int((values == 0).sum()),
-        float(numbers.min(initial=math.inf)) + 0.0, float(numbers.max(initial=-math.inf)) + 0.0, _squares(finite),
+        int(row["num_nan"]), int(row["num_infinite"]), int(row["num_zero"]),
+        float(row["minimum"]), float(row["maximum"]), float(row["sum_squares"]),
     )  # fmt: skip
 
 
-def _squares(values: NDArray[np.float64]) -> float:
-    # Not np.dot: BLAS would start threads of its own for every block.
-    return float(np.einsum("i,i->", values, values))
-
-
-def _of_floats(flat: NDArray[np.unsignedinteger], dtype: DType) -> Statistics:
-    width = flat.itemsize * 8
-    sign = 1 << (width - 1)
-    infinity = ((1 << dtype.exponent_bits) - 1) << dtype.mantissa_bits
-    signed = flat.view(f"<i{flat.itemsize}")
-    largest, most_negative = int(signed.max()), int(flat.max())
-    has_negative = most_negative >= sign
-    if largest >= infinity or (has_negative and most_negative - sign >= infinity):
-        return _of_values(to_float64(flat, dtype))
-    has_zero = int(flat.min()) == 0 or int(signed.min()) == -sign
-    num_zero = flat.size - int(np.count_nonzero(flat & flat.dtype.type(sign - 1))) if has_zero else 0
-    low = most_negative if has_negative else int(flat.min())
-    high = largest if largest >= 0 else int(flat.min())
-    ends = to_float64(np.array([low, high], flat.dtype), dtype)
+def statistics_of_rows(rows: NDArray[np.unsignedinteger], dtype: DType) -> NDArray[np.void]:
+    """Statistics of every row of ``rows`` (2-D, C order, none empty), as rows of OBSERVED that lack their digests."""
+    ieee = dtype.kind in (Kind.FLOAT, Kind.COMPLEX) and dtype.non_finite is NonFinite.IEEE and rows.itemsize >= 2
+    found = _of_floats(rows, dtype) if ieee else _of_values(rows, dtype)
+    found["bits_used"] = np.bitwise_or.reduce(rows, axis=1)
     # + 0.0 turns -0 into 0: which of the two zeros comes first must not depend on the block.
-    return Statistics(0, 0, num_zero, float(ends[0]) + 0.0, float(ends[1]) + 0.0, _squares(to_float64(flat, dtype)))
+    found["minimum"] += 0.0
+    found["maximum"] += 0.0
+    return found
+
+
+def _of_values(rows: NDArray[np.unsignedinteger], dtype: DType) -> NDArray[np.void]:
+    """The plain way, for everything small or odd."""
+    values = to_float64(rows, dtype)
+    found = np.zeros(len(rows), OBSERVED)
+    nan, infinite = np.isnan(values), np.isinf(values)
+    has_nan = nan.any()
+    found["num_nan"], found["num_infinite"] = nan.sum(axis=1), infinite.sum(axis=1)
+    found["num_zero"] = (values == 0).sum(axis=1)
+    found["minimum"] = (np.where(nan, math.inf, values) if has_nan else values).min(axis=1)
+    found["maximum"] = (np.where(nan, -math.inf, values) if has_nan else values).max(axis=1)
+    found["sum_squares"] = _squares(np.where(nan | infinite, 0, values) if has_nan or infinite.any() else values)
+    return found
+
+
+def _squares(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    # Not np.dot: BLAS would start threads of its own for every block.
+    squares: NDArray[np.float64] = np.einsum("ij,ij->i", values, values)
+    return squares
+
+
+def _of_floats(rows: NDArray[np.unsignedinteger], dtype: DType) -> NDArray[np.void]:
+    sign = 1 << (rows.itemsize * 8 - 1)
+    infinity = ((1 << dtype.exponent_bits) - 1) << dtype.mantissa_bits
+    largest, most_negative = rows.view(f"<i{rows.itemsize}").max(axis=1), rows.max(axis=1)
+    odd = (largest >= infinity) | (most_negative >= rows.dtype.type(sign | infinity))
+    if odd.all():
+        return _of_values(rows, dtype)
+    if not odd.any():
+        return _of_finite(rows, largest.view(rows.dtype), most_negative, dtype)
+    even = ~odd
+    found = np.empty(len(rows), OBSERVED)
+    found[odd] = _of_values(rows[odd], dtype)
+    found[even] = _of_finite(rows[even], largest[even].view(rows.dtype), most_negative[even], dtype)
+    return found
+
+
+def _of_finite(
+    rows: NDArray[np.unsignedinteger], largest: NDArray[np.unsignedinteger],
+    most_negative: NDArray[np.unsignedinteger], dtype: DType,
+) -> NDArray[np.void]:  # fmt: skip
+    one = rows.dtype.type
+    sign = 1 << (rows.itemsize * 8 - 1)
+    least = rows.min(axis=1)
+    found = np.zeros(len(rows), OBSERVED)
+    if (least == 0).any() or (rows.view(f"<i{rows.itemsize}").min(axis=1) == -sign).any():
+        found["num_zero"] = rows.shape[1] - np.count_nonzero(rows & one(sign - 1), axis=1)
+    low = np.where(most_negative >= one(sign), most_negative, least)
+    high = np.where(largest < one(sign), largest, least)
+    found["minimum"], found["maximum"] = to_float64(low, dtype), to_float64(high, dtype)
+    found["sum_squares"] = _squares(to_float64(rows, dtype))
+    return found

@@ -15,7 +15,7 @@ from auditor.model.dtype import DTYPES, Kind
 from auditor.model.mesh import EVERYWHERE, NO_MESH, Coordinate
 from auditor.model.observation import Read
 from auditor.model.region import Box, FlatRange, whole
-from auditor.observe import one_pass
+from auditor.observe import plan, unit
 from auditor.observe.digest import add, digest_array
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.statistics import statistics
@@ -134,9 +134,9 @@ def written(draw):
 def test_every_piece_is_measured_as_numpy_does_whatever_the_buffer(made, buffer_bytes, unit_bytes):
     store, catalog = made.finish()
     with (
-        mock.patch.object(one_pass, "BUFFER_BYTES", buffer_bytes),
-        mock.patch.object(one_pass, "UNIT_BYTES", unit_bytes),
-        mock.patch.object(one_pass, "MAX_GAP_BYTES", 16),
+        mock.patch.object(unit, "BUFFER_BYTES", buffer_bytes),
+        mock.patch.object(plan, "UNIT_BYTES", unit_bytes),
+        mock.patch.object(unit, "MAX_GAP_BYTES", 16),
     ):
         seen = run(store, catalog)
     assert_measured(seen, made.expected)
@@ -175,7 +175,7 @@ def test_digests_of_the_pieces_add_up_to_the_tensors():
 def test_the_number_of_threads_does_not_change_a_bit():
     made = large()
     store, catalog = made.finish()
-    with mock.patch.object(one_pass, "UNIT_BYTES", 1 << 19):
+    with mock.patch.object(plan, "UNIT_BYTES", 1 << 19):
         one, four = run(store, catalog, 1), run(store, catalog, 4)
     assert one.pieces.tobytes() == four.pieces.tobytes()
     assert one.num_bytes_read == four.num_bytes_read
@@ -434,8 +434,8 @@ def test_padding_is_never_wanted_and_single_copies_only_where_all_are():
     for place in places:
         made.piece(twice, "a", whole((4,)), coordinate=place)
     _, catalog = made.finish()
-    assert wanted_rows(catalog, only_replicated=False).tolist() == [1, 2, 3]
-    assert wanted_rows(catalog, only_replicated=True).tolist() == [2, 3]
+    assert wanted_rows(catalog).tolist() == [1, 2, 3]
+    assert wanted_rows(catalog, [2]).tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("name", ["int4", "uint4", "float4_e2m1fn"])
@@ -444,8 +444,8 @@ def test_packed_elements_are_not_wanted(name):
     builder = CatalogBuilder()
     tensor = builder.tensor("q", Role.PARAMETER, DTYPES[name], (8,), 0)
     builder.piece(tensor, builder.file(File("f", 4)), 0, FlatRange(0, 8), EVERYWHERE)
-    assert wanted_rows(builder.build(0, "", "made-up", NO_MESH, {}, ()), only_replicated=False).tolist() == []
+    assert wanted_rows(builder.build(0, "", "made-up", NO_MESH, {}, ())).tolist() == []
 
 
 def test_nothing_is_wanted_of_a_catalog_without_pieces():
-    assert wanted_rows(Written().finish()[1], only_replicated=False).tolist() == []
+    assert wanted_rows(Written().finish()[1]).tolist() == []

@@ -1,0 +1,209 @@
+"""What is read, in which order, by whom: pieces and pairs of tensors become units of work.
+
+A unit is self-contained: it carries the few columns that it needs and not the Catalog, so any executor can ship it.
+Every wanted byte is in one unit only. Tensors that are compared element by element are cut into cells, in each of which
+every side lies within one piece, and are read in lock-step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from auditor.model.catalog import Catalog, File, FileState
+from auditor.model.dtype import DType, Kind
+from auditor.model.pairing import Pairing
+from auditor.model.region import as_boxes
+from auditor.observe.lineup import Lineup, lineups
+from auditor.observe.placing import Cell, Side, cell_of, flat_starts, parts
+
+UNIT_BYTES = 64 << 20
+"""About how much one unit of work reads: enough to hide its overhead, few enough to keep workers busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Pieces, or parts of them, that lie without gaps in their file and in their tensor. Columns, in file order."""
+
+    row: NDArray[np.int64]
+    dtype: NDArray[np.int64]
+    """Position in the unit's ``dtypes``."""
+    offset: NDArray[np.int64]
+    length: NDArray[np.int64]
+    """Carriers: complex elements are two."""
+    start: NDArray[np.int64]
+    """C-order index of the first, in carriers."""
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def take(self, chosen: NDArray[np.int64] | slice) -> Table:
+        """Some of the rows."""
+        columns = (self.row, self.dtype, self.offset, self.length, self.start)
+        return Table(*(column[chosen] for column in columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Work that is done at once: whole stretches of one file, or cells of several."""
+
+    files: tuple[File, ...]
+    """A cell's file numbers are positions in it; a table's stretches lie in the first."""
+    rows: NDArray[np.int64]
+    """Rows of the Catalog that it measures; what its table and cells call a row is a position in it."""
+    dtypes: tuple[DType, ...] = ()
+    table: Table | None = None
+    cells: tuple[Cell, ...] = ()
+    tallies: tuple[int, ...] = ()
+    """Tallies to which it adds; what its cells call a tally is a position in it."""
+    pairings: tuple[Pairing, ...] = ()
+    """What is compared, parallel to ``tallies``."""
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All units of one Catalog's pass."""
+
+    units: tuple[Unit, ...]
+    tallies: tuple[Lineup, ...] = ()
+    """What every tally is of."""
+    copies: tuple[tuple[int, int], ...] = ()
+    """Rows that are the same bytes as another, seen alike: (row, row that is measured)."""
+
+
+def plan(catalog: Catalog, rows: NDArray[np.int64], pairings: Sequence[Pairing] = ()) -> Plan:
+    """Units that measure ``rows`` and compare the ``pairings``."""
+    present = np.array([file.state is FileState.PRESENT for file in catalog.files] or [False])
+    rows = rows[present[catalog.pieces.file[rows]]]
+    found = lineups(catalog, pairings, rows)
+    rows = np.setdiff1d(rows, np.array(sorted(found.measured), np.int64))
+    # A piece without elements is read as nothing, wherever it is said to be.
+    starts = np.where(catalog.pieces.num_elements()[rows] > 0, flat_starts(catalog, rows), 0)
+    whole = starts >= 0
+    table, copies = _table(catalog, rows[whole], starts[whole])
+    cells = [*found.cells, *_cells(catalog, rows[~whole])]
+    units = [*_table_units(catalog, table), *_cell_units(catalog, cells, found.lineups)]
+    return Plan(tuple(units), tuple(found.lineups), copies)
+
+
+def _table(
+    catalog: Catalog, rows: NDArray[np.int64], starts: NDArray[np.int64]
+) -> tuple[Table, tuple[tuple[int, int], ...]]:
+    """The stretches of ``rows``, and those among them that are copies of another."""
+    pieces = catalog.pieces
+    halves = np.array([2 if tensor.dtype.kind is Kind.COMPLEX else 1 for tensor in catalog.tensors] or [1], np.int64)
+    kinds = {dtype: number for number, dtype in enumerate(dict.fromkeys(t.dtype for t in catalog.tensors))}
+    kind = np.array([kinds[tensor.dtype] for tensor in catalog.tensors] or [0], np.int64)
+    tensor = pieces.tensor[rows]
+    factor = halves[tensor]
+    columns = [rows, kind[tensor], pieces.offset[rows], pieces.num_elements()[rows] * factor, starts * factor]
+    order = np.lexsort((columns[4], columns[3], columns[2], pieces.file[rows]))
+    table = Table(*(column[order] for column in columns))
+    return _without_copies(table, pieces.file[table.row])
+
+
+def _without_copies(table: Table, files: NDArray[np.int32]) -> tuple[Table, tuple[tuple[int, int], ...]]:
+    """The table with stretches only once that are the same bytes seen alike (tied tensors); rows of the others."""
+    columns: list[NDArray[np.int64]] = [files.astype(np.int64), table.dtype, table.offset, table.length, table.start]
+    same = np.zeros(len(table), bool)
+    same[1:] = np.all([column[1:] == column[:-1] for column in columns], axis=0)
+    same &= table.length > 0
+    first = np.maximum.accumulate(np.where(same, 0, np.arange(len(table)))) if len(table) else np.zeros(0, np.int64)
+    copies = zip(table.row[same].tolist(), table.row[first[same]].tolist(), strict=True)
+    return table.take(np.flatnonzero(~same)), tuple(copies)
+
+
+def _table_units(catalog: Catalog, table: Table) -> Iterator[Unit]:
+    """The table cut by file and at about :data:`UNIT_BYTES`; longer stretches are cut as well."""
+    dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in catalog.tensors))
+    widths = np.array([np.dtype(dtype.carrier).itemsize for dtype in dtypes] or [1], np.int64)
+    table = _cut(table, widths)
+    sizes = table.length * widths[table.dtype]
+    files = catalog.pieces.file[table.row]
+    filled = (np.cumsum(sizes) - sizes) // UNIT_BYTES
+    borders = np.flatnonzero((np.diff(files) != 0) | (np.diff(filled) != 0)) + 1
+    for low, high in zip([0, *borders.tolist()], [*borders.tolist(), len(table)], strict=True):
+        if low < high:
+            own = table.take(slice(low, high))
+            rows, positions = np.unique(own.row, return_inverse=True)
+            file = catalog.files[int(files[low])]
+            yield Unit((file,), rows, dtypes, replace(own, row=positions), num_bytes=int(sizes[low:high].sum()))
+
+
+def _cut(table: Table, widths: NDArray[np.int64]) -> Table:
+    """Stretches of at most :data:`UNIT_BYTES`."""
+    limit = UNIT_BYTES // widths[table.dtype]
+    counts = np.maximum(1, -(-table.length // limit))
+    if (counts == 1).all():
+        return table
+    whole = np.repeat(np.arange(len(table)), counts)
+    number = np.arange(len(whole)) - np.repeat(np.cumsum(counts) - counts, counts)
+    done = number * limit[whole]
+    out = table.take(whole)
+    return replace(
+        out, offset=out.offset + done * widths[out.dtype], start=out.start + done,
+        length=np.minimum(out.length - done, limit[whole]),
+    )  # fmt: skip
+
+
+def _cells(catalog: Catalog, rows: NDArray[np.int64]) -> Iterator[Cell]:
+    """One cell a box for pieces that are no plain stretch, in file order."""
+    pieces = catalog.pieces
+    for row in rows[np.lexsort((pieces.offset[rows], pieces.file[rows]))].tolist():
+        piece = pieces[row]
+        tensor = catalog.tensors[piece.tensor]
+        for box in as_boxes(piece.region, tensor.shape):
+            if box.num_elements:
+                yield cell_of(tensor, box, (piece,), (tensor.dtype,))
+
+
+def _cell_units(catalog: Catalog, cells: Iterable[Cell], lineups: Sequence[Lineup]) -> Iterator[Unit]:
+    """Cells in the given order, joined while they lie in the same files and cut where they are large."""
+    held: list[Cell] = []
+    num_bytes = 0
+    for cell in _small(cells):
+        same = held and [side.file for side in held[-1].sides] == [side.file for side in cell.sides]
+        if held and (not same or num_bytes + cell.num_bytes > UNIT_BYTES):
+            yield _unit(catalog, held, lineups, num_bytes)
+            held, num_bytes = [], 0
+        held.append(cell)
+        num_bytes += cell.num_bytes
+    if held:
+        yield _unit(catalog, held, lineups, num_bytes)
+
+
+def _small(cells: Iterable[Cell]) -> Iterator[Cell]:
+    for cell in cells:
+        if cell.num_bytes <= UNIT_BYTES:
+            yield cell
+            continue
+        for part in parts(cell, UNIT_BYTES // (2 * len(cell.sides))):
+            sides = tuple(replace(side, offset=part.extent(side)[0]) for side in cell.sides)
+            yield replace(cell, shape=part.shape, base=int(part.starts()[0]), sides=sides)
+
+
+def _unit(catalog: Catalog, cells: Sequence[Cell], lineups: Sequence[Lineup], num_bytes: int) -> Unit:
+    files = {number: at for at, number in enumerate(dict.fromkeys(s.file for cell in cells for s in cell.sides))}
+    rows = sorted({side.row for cell in cells for side in cell.sides if side.row >= 0})
+    place = {row: at for at, row in enumerate(rows)} | {-1: -1}
+    tallies = {number: at for at, number in enumerate(dict.fromkeys(p[0] for cell in cells for p in cell.pairs))}
+
+    def local(side: Side) -> Side:
+        return replace(side, file=files[side.file], row=place[side.row])
+
+    own = tuple(
+        replace(
+            cell,
+            sides=tuple(map(local, cell.sides)),
+            pairs=tuple((tallies[number], left, right) for number, left, right in cell.pairs),
+        )
+        for cell in cells
+    )
+    return Unit(
+        tuple(catalog.files[number] for number in files), np.array(rows, np.int64), cells=own,
+        tallies=tuple(tallies), pairings=tuple(lineups[number].pairing for number in tallies), num_bytes=num_bytes,
+    )  # fmt: skip

@@ -1,0 +1,325 @@
+"""One unit of work: open its files, read their bytes into reused buffers, run the kernels over them.
+
+Small neighbours are read together in one *window*; what is large is read block by block. Where a window can't be read,
+its parts are tried one by one, so that what lies before the end of a short file isn't lost with the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from auditor.model.dtype import DType
+from auditor.model.observation import Read
+from auditor.observe.kernels import Bytes, Kernels, Runs, choose, empty_rows, empty_tallies
+from auditor.observe.kernels import Side as KernelSide
+from auditor.observe.placing import Part, Side, lattice, parts
+from auditor.observe.plan import Table, Unit
+from auditor.storage.store import (
+    Entry,
+    Handle,
+    ObjectMissingError,
+    ShortReadError,
+    StorageError,
+    Store,
+    changed_since,
+)
+from auditor.storage.strided import view
+
+BUFFER_BYTES = 1 << 20
+"""One worker's buffer over all sides of a read: with the kernels' temporaries it stays inside a usual L2 cache."""
+MAX_GAP_BYTES = 4 << 10
+"""Pieces closer than a page are read together: the page is read anyway, and reading costs less than another call."""
+
+_local = threading.local()
+
+
+def _buffer(number: int, num_bytes: int) -> Bytes:
+    """This worker's buffers, made once: fresh memory for every read would cost several times the read."""
+    buffers: dict[int, Bytes] = _local.__dict__.setdefault("buffers", {})
+    if number not in buffers or len(buffers[number]) < num_bytes:
+        buffers[number] = np.empty(max(num_bytes, BUFFER_BYTES), np.uint8)
+    return buffers[number][:num_bytes]
+
+
+@dataclass(slots=True)
+class UnitResult:
+    """What one unit measured."""
+
+    observed: NDArray[np.void]
+    """Parallel to the unit's rows."""
+    tallies: NDArray[np.void]
+    """Parallel to the unit's tallies."""
+    num_bytes_read: int = 0
+    num_bytes_reread: int = 0
+    """Read for a comparison alone; their pieces are measured elsewhere."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """File name to what storage said."""
+    changed: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Does units; a plain record, so that any executor can ship it."""
+
+    store: Store
+    kernels: str
+
+    def __call__(self, unit: Unit) -> UnitResult:
+        """Do one unit; what storage refuses is in the result."""
+        result = UnitResult(empty_rows(len(unit.rows)), empty_tallies(len(unit.tallies)))
+        with ExitStack() as stack:
+            doing = _Doing(self.store, choose(0, self.kernels), unit, result, stack)
+            if unit.table is not None:
+                doing.stretches(unit.table)
+            for batch in _batches(unit):
+                doing.batch(batch)
+        return result
+
+
+def _batches(unit: Unit) -> Iterator[list[Part]]:
+    """Parts of cells that are read together: on every side close to each other, and small together."""
+    held: list[Part] = []
+    reach: list[tuple[int, int]] = []
+    for cell in unit.cells:
+        for part in parts(cell, max(1, BUFFER_BYTES // len(cell.sides))):
+            extents = [part.extent(side) for side in cell.sides]
+            joined = _joined(held, part, reach, extents)
+            if joined is None:
+                if held:
+                    yield held
+                held, joined = [], extents
+            held.append(part)
+            reach = joined
+    if held:
+        yield held
+
+
+def _joined(
+    held: Sequence[Part], part: Part, reach: Sequence[tuple[int, int]], extents: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]] | None:
+    """The windows that hold ``part`` besides what they held, or None where it doesn't fit."""
+    if not held or [side.file for side in held[-1].cell.sides] != [side.file for side in part.cell.sides]:
+        return None
+    joined = []
+    for (low, high), (start, stop) in zip(reach, extents, strict=True):
+        if start > high + MAX_GAP_BYTES or stop < low - MAX_GAP_BYTES:
+            return None
+        joined.append((min(low, start), max(high, stop)))
+    limit = BUFFER_BYTES // len(joined)
+    return joined if all(high - low <= limit for low, high in joined) else None
+
+
+@dataclass(slots=True)
+class _Doing:
+    """A unit under way."""
+
+    store: Store
+    kernels: Kernels
+    unit: Unit
+    result: UnitResult
+    stack: ExitStack
+    handles: dict[int, Handle | StorageError] = field(default_factory=dict)
+
+    def handle(self, number: int) -> Handle:
+        """The unit's file ``number``, opened once.
+
+        Raises:
+            StorageError: it can't be opened; the same error every time.
+        """
+        if number not in self.handles:
+            file = self.unit.files[number]
+            try:
+                self.handles[number] = handle = self.stack.enter_context(self.store.open(file.name))
+                if handle.entry.identity != file.identity:
+                    self.result.changed.add(file.name)
+            except StorageError as error:
+                self.handles[number] = error
+            self.stack.callback(self.look_again, number)
+        found = self.handles[number]
+        if isinstance(found, StorageError):
+            raise found
+        return found
+
+    def look_again(self, number: int) -> None:
+        """Whether a file is another one after it was read."""
+        file = self.unit.files[number]
+        if changed_since(self.store, file.name, Entry(file.name, False, 0, file.identity)):
+            self.result.changed.add(file.name)
+
+    def failed(self, rows: Sequence[int] | NDArray[np.int64], number: int, error: StorageError) -> None:
+        """Note that ``rows`` could not be read from file ``number``."""
+        gone = isinstance(error, (ShortReadError, ObjectMissingError))
+        state = Read.LOST if gone else Read.FAILED
+        read = self.result.observed["read"]
+        read[rows] = np.maximum(read[rows], state)
+        self.result.failures.setdefault(self.unit.files[number].name, str(error))
+
+    def done(self, rows: Sequence[int] | NDArray[np.int64]) -> None:
+        """Note that what was wanted of ``rows`` here was read."""
+        read = self.result.observed["read"]
+        read[rows] = np.maximum(read[rows], Read.DONE)
+
+    # Whole stretches of one file
+
+    def stretches(self, table: Table) -> None:
+        """Measure the table."""
+        widths = np.array([np.dtype(dtype.carrier).itemsize for dtype in self.unit.dtypes], np.int64)
+        sizes = table.length * widths[table.dtype]
+        for low, high in _windows(table.offset, sizes):
+            part, num_bytes = table.take(slice(low, high)), sizes[low:high]
+            try:
+                self.window(part, num_bytes)
+            except StorageError as error:
+                if len(part) == 1 or not isinstance(error, ShortReadError):
+                    self.failed(part.row, 0, error)
+                    continue
+                # What lies before the end is there all the same.
+                for at in range(len(part)):
+                    self.alone(part.take(slice(at, at + 1)), num_bytes[at : at + 1])
+
+    def alone(self, part: Table, num_bytes: NDArray[np.int64]) -> None:
+        try:
+            self.window(part, num_bytes)
+        except StorageError as error:
+            self.failed(part.row, 0, error)
+
+    def window(self, table: Table, sizes: NDArray[np.int64]) -> None:
+        """Read stretches that fit the buffer together, or one that takes several reads."""
+        first, last = int(table.offset[0]), int((table.offset + sizes).max())
+        if last - first > BUFFER_BYTES:
+            self.blocks(table, int(sizes[0]))
+        else:
+            buffer = _buffer(0, last - first)
+            if last > first:
+                self.handle(0).read_into(first, memoryview(buffer))  # type: ignore[arg-type]
+                self.result.num_bytes_read += last - first
+            for kind in np.unique(table.dtype).tolist():
+                own = table.take(np.flatnonzero(table.dtype == kind))
+                self.measure(buffer, self.unit.dtypes[kind], Runs(own.offset - first, own.length, own.start, own.row))
+        self.done(table.row)
+
+    def blocks(self, table: Table, num_bytes: int) -> None:
+        """One large stretch, block by block."""
+        dtype = self.unit.dtypes[int(table.dtype[0])]
+        width = np.dtype(dtype.carrier).itemsize
+        offset, start, row = int(table.offset[0]), int(table.start[0]), table.row[:1]
+        handle, at = self.handle(0), np.zeros(1, np.int64)
+        block = BUFFER_BYTES // width * width or width
+        for done in range(0, num_bytes, block):
+            buffer = _buffer(0, min(block, num_bytes - done))
+            handle.read_into(offset + done, memoryview(buffer))  # type: ignore[arg-type]
+            self.result.num_bytes_read += len(buffer)
+            length, first = np.array([len(buffer) // width]), np.array([start + done // width])
+            self.measure(buffer, dtype, Runs(at, length, first, row))
+
+    def measure(self, buffer: Bytes, dtype: DType, runs: Runs) -> None:
+        self.kernels.measure(buffer, dtype, runs, self.result.observed)
+
+    # Cells of several files
+
+    def batch(self, batch: Sequence[Part]) -> None:
+        """Read, measure and compare parts together; where that fails, each part, and then each side, by itself."""
+        try:
+            self.together(batch)
+        except StorageError as error:
+            (part, *others), sides = batch, batch[0].cell.sides
+            if others:
+                for part in batch:
+                    self.batch([part])
+            elif len(sides) > 1:
+                for side in sides:
+                    if side.row >= 0:
+                        self.batch([replace(part, cell=replace(part.cell, sides=(side,), pairs=()))])
+            else:
+                self.failed([sides[0].row], sides[0].file, error)
+
+    def together(self, batch: Sequence[Part]) -> None:
+        sides = len(batch[0].cell.sides)
+        loaded = [self.load(batch, number) for number in range(sides)]
+        self.count(batch)
+        starts = [part.starts() for part in batch]
+        for number in range(sides):
+            self.measure_side(batch, number, loaded[number], starts)
+        for at, part in enumerate(batch):
+            length = np.full(len(starts[at]), part.shape[-1], np.int64)
+            for tally, left, right in part.cell.pairs:
+                one, other = (
+                    KernelSide(loaded[side][at][0], part.cell.sides[side].dtype, loaded[side][at][1])
+                    for side in (left, right)
+                )
+                self.kernels.compare(
+                    self.unit.pairings[tally], one, other, length, starts[at], self.result.tallies[tally : tally + 1]
+                )
+
+    def load(self, batch: Sequence[Part], number: int) -> list[tuple[Bytes, NDArray[np.int64]]]:
+        """One side of all parts, read at once: for each part the buffer, and where its runs begin in it."""
+        sides = [part.cell.sides[number] for part in batch]
+        extents = [part.extent(side) for part, side in zip(batch, sides, strict=True)]
+        first, last = _hull(extents)
+        buffer = _buffer(2 * number, last - first)
+        self.handle(sides[0].file).read_into(first, memoryview(buffer))  # type: ignore[arg-type]
+        return [
+            _runs_in(buffer, low - first, part, side, 2 * number + 1)
+            for part, side, (low, _) in zip(batch, sides, extents, strict=True)
+        ]
+
+    def count(self, batch: Sequence[Part]) -> None:
+        """Count the bytes that were read for all sides."""
+        for number, side in enumerate(batch[0].cell.sides):
+            first, last = _hull([part.extent(part.cell.sides[number]) for part in batch])
+            if side.row >= 0:
+                self.result.num_bytes_read += last - first
+            else:
+                self.result.num_bytes_reread += last - first
+
+    def measure_side(
+        self, batch: Sequence[Part], number: int, loaded: Sequence[tuple[Bytes, NDArray[np.int64]]],
+        starts: Sequence[NDArray[np.int64]],
+    ) -> None:  # fmt: skip
+        """Run the kernels over one side; parts that lie in one buffer and have one dtype go together."""
+        together: dict[tuple[int, DType], list[int]] = {}
+        for at, part in enumerate(batch):
+            if part.cell.sides[number].row >= 0:
+                together.setdefault((id(loaded[at][0]), part.cell.sides[number].dtype), []).append(at)
+        for (_, dtype), members in together.items():
+            places = np.concatenate([loaded[member][1] for member in members])
+            start = np.concatenate([starts[member] for member in members])
+            counts = [len(starts[member]) for member in members]
+            length = np.repeat(np.array([batch[member].shape[-1] for member in members], np.int64), counts)
+            row = np.repeat(np.array([batch[member].cell.sides[number].row for member in members], np.int64), counts)
+            self.measure(loaded[members[0]][0], dtype, Runs(places, length, start, row))
+            self.done(row)
+
+
+def _hull(extents: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    return min(low for low, _ in extents), max(high for _, high in extents)
+
+
+def _runs_in(buffer: Bytes, at: int, part: Part, side: Side, spare: int) -> tuple[Bytes, NDArray[np.int64]]:
+    """Where a part's runs begin in ``buffer``, whose byte ``at`` is its first; gathered where they have gaps inside."""
+    if side.strides[-1] == 1 or part.shape[-1] == 1:
+        return buffer, lattice(part.shape[:-1], [stride * side.width for stride in side.strides], at)
+    flat = np.frombuffer(buffer, side.dtype.carrier, (len(buffer) - at) // side.width, at)
+    gathered = np.ascontiguousarray(view(flat, part.shape, side.strides)).reshape(-1).view(np.uint8)
+    steps = [int(np.prod(part.shape[dim + 1 :])) * side.width for dim in range(len(part.shape))]
+    return gathered, lattice(part.shape[:-1], steps, 0)
+
+
+def _windows(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of stretches, in file order, that are read together: small neighbours, or one large stretch."""
+    if not len(offsets):
+        return
+    large = sizes > BUFFER_BYTES // 4
+    # No stretch of a window begins more than three quarters of the buffer after its first.
+    bucket = (offsets - offsets[0]) // max(1, BUFFER_BYTES - BUFFER_BYTES // 4)
+    ends = np.maximum.accumulate(offsets + sizes)
+    cut = np.ones(len(offsets), bool)
+    cut[1:] = large[1:] | large[:-1] | (np.diff(bucket) != 0) | (offsets[1:] - ends[:-1] > MAX_GAP_BYTES)
+    borders = np.flatnonzero(cut).tolist()
+    yield from zip(borders, [*borders[1:], len(offsets)], strict=True)
