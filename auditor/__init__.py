@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import zarr
 
-    from auditor.audit import Report
+    from auditor.reports import Report
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "check", "open_zarr"]

@@ -7,144 +7,40 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import Literal
 
+from auditor.adapters.adapter import TreeAdapter
 from auditor.discovery import RunSource, StepSource, discover
 from auditor.errors import NothingToAuditError, UsageError
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.registry import invariants, select
 from auditor.model.catalog import Catalog, FileState, Role
-from auditor.model.finding import Finding, Judgement, Outcome
-from auditor.model.mesh import NO_MESH, Mesh
+from auditor.model.finding import Finding, Judgement
 from auditor.model.observation import Observations, unobserved
-from auditor.model.run import Commit, PointerState, RunState, StepEvidence, StepState, decide_commits, step_state
-from auditor.model.waiver import Waiver, apply_baseline, apply_waivers
+from auditor.model.run import Commit, PointerState, RunState, StepEvidence, decide_commits, step_state
+from auditor.model.waiver import apply_baseline, apply_waivers
 from auditor.observe.checksums import verify_checksums
 from auditor.observe.difference import measure_differences
+from auditor.observe.executors import executor_of
 from auditor.observe.one_pass import observe, wanted_rows
+from auditor.observe.shares import Everything, Joined, Runner, Share
+from auditor.reports import REACHED, Coverage, Report, RunReport, StepReport
 from auditor.settings import DEFAULTS, Level, Settings
 from auditor.storage.retrying import RetryingStore
 from auditor.storage.store import Entry, StorageError, Store
+from auditor.storage.throttled import ThrottledStore
 from auditor.storage.union import UnionStore
+from auditor.storage.writer import FolderWriter
 from auditor.timeline.findings import findings
 from auditor.timeline.last_good import NEEDED, last_good
 
 LARGE_RUN_BYTES = 16 << 30
 """Runs larger than this are by default read at `replicas`, and at `values` only in the newest step."""
-
-
-@dataclass(slots=True)
-class Coverage:
-    """How much of what is there was looked at."""
-
-    num_tensors: int = 0
-    num_pieces: int = 0
-    num_bytes_total: int = 0
-    """Of all files of the audited steps."""
-    num_bytes_read: int = 0
-    """Of weights."""
-    num_bytes_reread: int = 0
-    """Once more: of weights, to measure differences; of whole files, to verify checksums."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What the audit says of one step."""
-
-    state: StepState
-    level: Level
-    judgements: Mapping[str, Judgement]
-    wholeness: Mapping[str, Judgement]
-    """Judgements of INT and COV over all tensors, also those that weren't chosen."""
-    changed: tuple[str, ...] = ()
-    failures: tuple[str, ...] = ()
-    """What storage refused; the audit of this step is incomplete."""
-    opaque: Mapping[str, int] = field(default_factory=dict)
-    mesh: Mesh = NO_MESH
-
-
-@dataclass(slots=True)
-class RunReport:
-    """What the audit says of one run."""
-
-    path: str
-    mesh: Mesh = NO_MESH
-    """Of the newest audited step."""
-    num_saved_before: int = 0
-    """Saved steps before the first that was looked at."""
-    steps: list[StepReport] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    last_good: StepState | None = None
-    rejected: list[tuple[int, str]] = field(default_factory=list)
-    """Steps newer than the last good one (all, if there is none), newest first, with why they are not good."""
-    coverage: Coverage = field(default_factory=Coverage)
-    unrecognised: Mapping[str, str] = field(default_factory=dict)
-    chosen: tuple[Invariant, ...] = ()
-    seconds: float = 0.0
-
-    def mesh_of(self, step: int) -> Mesh:
-        """The mesh that wrote a step; meshes may change at a resume."""
-        return next((item.mesh for item in self.steps if item.state.step == step), self.mesh)
-
-    def counts(self, identifier: str) -> dict[Outcome, int]:
-        """Outcomes of one invariant over all steps, in subjects."""
-        total = dict.fromkeys(Outcome, 0)
-        for step in self.steps:
-            judged = step.judgements.get(identifier)
-            if judged is None:
-                continue
-            total[Outcome.HOLDS] += judged.num_holds
-            total[Outcome.VIOLATED] += len(judged.violations)
-            total[Outcome.UNDETERMINED] += sum(map(len, judged.undetermined.values()))
-            total[Outcome.NOT_APPLICABLE] += sum(judged.not_applicable.values())
-        return total
-
-    def unjudged(self) -> list[str]:
-        """Ids of all invariants about which this audit says nothing: ignored, not selected, or beyond the level."""
-        silent = set(self.not_asked())
-        return [item.id for item in invariants() if item not in self.chosen or item.id in silent]
-
-    def beyond_level(self) -> dict[Level, list[str]]:
-        """Level to the chosen invariants that no step judges, because it takes that level."""
-        found: dict[Level, list[str]] = {}
-        for item in self.chosen:
-            if item.judge_step and all(step.level < _REACHED[item.needs] for step in self.steps):
-                found.setdefault(_REACHED[item.needs], []).append(item.id)
-        return found
-
-    def not_asked(self) -> list[str]:
-        """Ids of chosen invariants about which no step says anything, because no step's level reaches them."""
-        return [name for names in self.beyond_level().values() for name in names]
-
-    def undetermined(self) -> dict[tuple[str, str], int]:
-        """(Invariant id, reason) to the largest number of subjects in any step."""
-        return self.reasons("undetermined")
-
-    def reasons(self, outcome: Literal["undetermined", "not_applicable"]) -> dict[tuple[str, str], int]:
-        """(Invariant id, reason) to the largest number of subjects in any step, for one kind of outcome."""
-        found: dict[tuple[str, str], int] = {}
-        for step in self.steps:
-            for identifier, judged in step.judgements.items():
-                for reason, names in getattr(judged, outcome).items():
-                    count = names if isinstance(names, int) else len(names)
-                    found[identifier, reason] = max(found.get((identifier, reason), 0), count)
-        return found
-
-
-@dataclass(slots=True)
-class Report:
-    """What the audit says of everything under the path."""
-
-    location: str
-    runs: list[RunReport]
-    settings: Settings
-    expired: tuple[Waiver, ...] = ()
-    """Waivers past their day: what they accepted counts again, and each is itself something to be told."""
 
 
 Progress = Callable[[str, int], None]
@@ -153,33 +49,24 @@ Progress = Callable[[str, int], None]
 
 def audit(
     store: Store, settings: Settings = DEFAULTS, *, executor: Executor | None = None,
-    progress: Progress = lambda path, num_bytes: None, now: float | None = None,
+    progress: Progress = lambda path, num_bytes: None, now: float | None = None, shares: Store | None = None,
 ) -> Report:  # fmt: skip
     """Audit everything below the store's root.
 
     ``executor``: where units of work run; a thread pool of ``settings.threads`` by default. ``now``: the time against
-    which ``settle`` is held, seconds since the epoch.
+    which ``settle`` is held, seconds since the epoch. ``shares``: a folder to which :func:`audit_share` was written in
+    several processes; what they measured is not read again.
 
     Raises:
         NothingToAuditError: there is no checkpoint, or no step that was asked for.
         UsageError: settings that name unknown invariants or steps.
         StorageError: the root can't be listed.
     """
-    try:
-        chosen = select(settings.select, settings.ignore)
-    except LookupError as error:
-        raise UsageError(str(error)) from error
-    # Each root tries again by itself, so that a union stays one: its roots have a pointer each.
-    store = UnionStore([*map(RetryingStore, store.roots)]) if isinstance(store, UnionStore) else RetryingStore(store)
-    threads = settings.threads or min(8, os.cpu_count() or 1)
-    pool = ThreadPoolExecutor(threads)
-    try:
-        judged = tuple(item for item in invariants() if item in chosen or item.family in NEEDED)
-        job = _Audit(store, settings, chosen, judged, executor or pool, progress, time.time() if now is None else now)
-        runs = [job.run(source) for source in discover(store)]
-    finally:
-        # Without it an interrupt would wait until all queued work is done.
-        pool.shutdown(cancel_futures=True)
+    begun = time.time() if now is None else now
+    with _means(store, settings, executor) as (readable, workers):
+        runner = Joined.of(shares) if shares else Everything(workers)
+        job = _audit_of(readable, settings, workers, runner, progress, begun)
+        runs = [job.run(source) for source in discover(readable)]
     runs = [run for run in runs if run.steps or run.unrecognised]
     if not any(run.steps for run in runs):
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
@@ -188,6 +75,64 @@ def audit(
     today = datetime.fromtimestamp(job.now, UTC).date()
     expired = tuple(waiver for waiver in settings.waivers if waiver.expired(today))
     return Report(store.location, runs, settings, expired)
+
+
+def audit_share(
+    store: Store, settings: Settings, number: int, of: int, folder: str, *,
+    progress: Progress = lambda path, num_bytes: None,
+) -> Share:  # fmt: skip
+    """Measure share ``number`` (1 the first) of a run's weights, judge nothing, and write what was measured.
+
+    ``folder``: on the local disk, outside of the checkpoints; the share is a file in it.
+
+    Raises:
+        NothingToAuditError, UsageError, StorageError: as :func:`audit`.
+        WriteError: the share can't be written.
+    """
+    if not 1 <= number <= of:
+        raise UsageError(f"there is no share {number} of {of}: the first is 1, the last {of}")
+    target = FolderWriter(folder)
+    target.refuse_sources([root.location for root in (store.roots if isinstance(store, UnionStore) else [store])])
+    with _means(store, settings, None) as (readable, workers):
+        share = Share(workers, number, of)
+        job = _audit_of(readable, settings, workers, share, progress, time.time())
+        sources = [job.chosen_steps(source) for source in discover(readable)]
+        for steps in sources:
+            for step, level in zip(steps, job.levels(steps), strict=True):
+                job.measure(job.catalogs(step, level)[1], level, step.folder.path)
+    if not any(sources):
+        raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
+    target.make()
+    target.write(share.name, share.content())
+    return share
+
+
+@contextmanager
+def _means(store: Store, settings: Settings, executor: Executor | None) -> Iterator[tuple[Store, Executor]]:
+    """The store as it may be read, and who does the work."""
+
+    def careful(root: Store) -> Store:
+        limit = settings.max_bytes_per_second
+        return RetryingStore(ThrottledStore(root, limit) if limit else root)
+
+    # Each root tries again by itself, so that a union stays one: its roots have a pointer each.
+    readable = UnionStore([*map(careful, store.roots)]) if isinstance(store, UnionStore) else careful(store)
+    if executor:
+        yield readable, executor
+        return
+    with executor_of(settings.threads or min(8, os.cpu_count() or 1), settings.scheduler) as workers:
+        yield readable, workers
+
+
+def _audit_of(
+    store: Store, settings: Settings, executor: Executor, runner: Runner, progress: Progress, now: float
+) -> _Audit:
+    try:
+        chosen = select(settings.select, settings.ignore)
+    except LookupError as error:
+        raise UsageError(str(error)) from error
+    judged = tuple(item for item in invariants() if item in chosen or item.family in NEEDED)
+    return _Audit(store, settings, chosen, judged, executor, runner, progress, now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +146,14 @@ class _Audit:
     judged: tuple[Invariant, ...]
     """Those, and what must be known of a step to call it good."""
     executor: Executor
+    runner: Runner
     progress: Progress
     now: float
 
     def run(self, source: RunSource) -> RunReport:
         begun = time.monotonic()
         report = RunReport(source.path, unrecognised=source.unrecognised, chosen=self.chosen)
-        chosen = self.settings.steps.choose(sorted({step.match.step for step in source.steps}))
-        sources = [step for step in source.steps if step.match.step in chosen]
+        sources = self.chosen_steps(source)
         pointers = tuple(PointerState(pointer.file, pointer.target) for pointer in source.pointers)
         newest = source.steps[-1]
         report.num_saved_before = source.steps.index(sources[0]) if sources else 0
@@ -230,8 +175,15 @@ class _Audit:
         report.seconds = time.monotonic() - begun
         return report
 
+    def chosen_steps(self, source: RunSource) -> list[StepSource]:
+        chosen = self.settings.steps.choose(sorted({step.match.step for step in source.steps}))
+        return [step for step in source.steps if step.match.step in chosen]
+
     def files_of(self, source: StepSource) -> Iterator[Entry]:
-        """A step's files: those in its folder, and those one level below (a folder a rank)."""
+        """A step's files: those in its folder, and those one level below (a folder a rank); or as the adapter says."""
+        if isinstance(source.adapter, TreeAdapter):
+            yield from source.adapter.files(self.store, source.folder)
+            return
         yield from source.folder.files.values()
         for name in source.folder.folders.values():
             try:
@@ -257,8 +209,7 @@ class _Audit:
         newest: bool,
     ) -> StepReport:
         folder = source.folder
-        options = replace(self.settings.options, names_only=level is Level.NAMES)
-        full = source.adapter.read(self.store, folder, source.match, options)
+        full, catalog = self.catalogs(source, level)
         modified = max((entry.modified for entry in self.files_of(source)), default=0.0)
         state = step_state(full, modified)
         if newest:
@@ -266,13 +217,13 @@ class _Audit:
             if state.commit is Commit.IN_PROGRESS:
                 return StepReport(state, Level.NAMES, {}, {}, mesh=full.mesh)
         report.mesh = full.mesh
-        catalog = full.only(self.settings.wants_tensor) if self.settings.tensors else full
         observations = self.observe(catalog, level, folder.path)
         self.count(report.coverage, full, catalog, observations)
-        evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers)
+        named = source.match.named_step
+        evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers, named)
         judgements = self.judge(evidence, level, self.judged)
         # Whether a step is whole is asked of all its tensors, whatever was selected.
-        whole = evidence if catalog is full else StepEvidence(full, unobserved(full))
+        whole = evidence if catalog is full else StepEvidence(full, unobserved(full), named_step=named)
         wholeness = self.judge(whole, level, [item for item in self.judged if item.family in NEEDED])
         changed = tuple(
             sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
@@ -289,30 +240,37 @@ class _Audit:
         )
         return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh)
 
+    def catalogs(self, source: StepSource, level: Level) -> tuple[Catalog, Catalog]:
+        """All that a step stores, and of it the tensors that were chosen."""
+        options = replace(self.settings.options, names_only=level is Level.NAMES)
+        full = source.adapter.read(self.store, source.folder, source.match, options)
+        return full, full.only(self.settings.wants_tensor) if self.settings.tensors else full
+
     def judge(self, evidence: StepEvidence, level: Level, items: Sequence[Invariant]) -> dict[str, Judgement]:
         return {
-            item.id: item.judge_step(evidence) for item in items if item.judge_step and level >= _REACHED[item.needs]
+            item.id: item.judge_step(evidence) for item in items if item.judge_step and level >= REACHED[item.needs]
         }
 
     def observe(self, catalog: Catalog, level: Level, path: str) -> Observations:
-        wanted = {item.needs for item in self.chosen}
-        seen = unobserved(catalog)
-        if level >= Level.REPLICAS and Needs.WEIGHTS in wanted:
-            seen = self.weights(catalog, level, path)
-        if level >= Level.FULL and Needs.CHECKSUMS in wanted:
+        seen = self.measure(catalog, level, path)
+        if level >= Level.REPLICAS and not seen.changed:
+            seen = measure_differences(self.store, catalog, seen)
+        if level >= Level.FULL and any(item.needs is Needs.CHECKSUMS for item in self.chosen):
             seen = verify_checksums(self.store, catalog, seen, self.executor, partial(self.progress, path))
         return seen
 
-    def weights(self, catalog: Catalog, level: Level, path: str) -> Observations:
-        asking = [item for item in self.chosen if item.needs is Needs.WEIGHTS]
+    def measure(self, catalog: Catalog, level: Level, path: str) -> Observations:
+        """One pass over what the chosen invariants need."""
+        asking = [item for item in self.chosen if item.needs is Needs.WEIGHTS and level >= Level.REPLICAS]
+        if not asking:
+            return unobserved(catalog)
         pairings = [p for item in asking if item.pairings and level >= Level.VALUES for p in item.pairings(catalog)]
         tensors = {number for item in asking if item.reads for number in item.reads(catalog)}
         tensors.update(number for pairing in pairings for number in (pairing.left, pairing.right))
         everything = level >= Level.VALUES and any(not item.reads and not item.pairings for item in asking)
         rows = wanted_rows(catalog, None if everything else tensors)
         progress = partial(self.progress, path)
-        seen = observe(self.store, catalog, rows, self.executor, progress, pairings, self.settings.kernels)
-        return seen if seen.changed else measure_differences(self.store, catalog, seen)
+        return observe(self.store, catalog, rows, self.runner, progress, pairings, self.settings.kernels)
 
     @staticmethod
     def count(coverage: Coverage, full: Catalog, catalog: Catalog, seen: Observations) -> None:
@@ -355,12 +313,6 @@ class _Audit:
         if self.settings.baseline:
             found = apply_baseline(found, self.settings.baseline)
         return apply_waivers(found, self.settings.waivers, today)
-
-
-_REACHED = {
-    Needs.NAMES: Level.NAMES, Needs.HEADERS: Level.HEADERS, Needs.WEIGHTS: Level.REPLICAS, Needs.CHECKSUMS: Level.FULL,
-}  # fmt: skip
-"""The lowest level at which an invariant can speak."""
 
 
 def _unread(level: Level) -> str:

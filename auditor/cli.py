@@ -15,7 +15,7 @@ from auditor import __version__
 from auditor.errors import AuditorError, NothingToAuditError, UsageError
 
 if TYPE_CHECKING:
-    from auditor.audit import Report
+    from auditor.reports import Report
     from auditor.settings import Settings
 
 USAGE, INCOMPLETE, NOTHING, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 130
@@ -57,6 +57,17 @@ Config = Annotated[
     Path | None, typer.Option(metavar="FILE", envvar="AUDITOR_CONFIG", help="Configuration instead of auditor.toml.")
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Reading threads.")]
+Kernels = Annotated[str | None, typer.Option(metavar="auto|numpy|numba", help="What measures; all find the same.")]
+Scheduler = Annotated[str | None, typer.Option(metavar="tcp://HOST:PORT", help="Work on a Dask cluster's workers.")]
+MaxBytes = Annotated[
+    str | None, typer.Option("--max-bytes-per-second", metavar="200M", help="Read no faster, a process.")
+]
+ShardOf = Annotated[
+    str | None, typer.Option(metavar="I/N", help="Only measure every N-th part, for array jobs; needs --shards.")
+]
+Shards = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="Where --shard-of writes; alone: join what is there.")
+]
 Baseline = Annotated[Path | None, typer.Option(metavar="REPORT", help="Fail only on what this JSON report lacks.")]
 Format = Annotated[
     str,
@@ -69,7 +80,8 @@ def check(
     paths: RunPaths, steps: Steps = None, level: LevelName = None, select: Select = None, ignore: Ignore = None,
     tensors: Tensors = None, fail_on: FailOn = None, strict: Strict = None, strict_buffers: StrictBuffers = None,
     settle: Settle = None, config: Config = None, threads: Threads = None, baseline: Baseline = None,
-    format: Format = "text",
+    format: Format = "text", kernels: Kernels = None, scheduler: Scheduler = None, max_bytes: MaxBytes = None,
+    shard_of: ShardOf = None, shards: Shards = None,
 ) -> None:  # fmt: skip
     """Audit checkpoints: what holds, what doesn't, since when, where, and which step to go back to."""
     from auditor.verdict import exit_code
@@ -79,8 +91,12 @@ def check(
     settings = _settings(
         config, steps=steps, level=level, select=select, ignore=ignore, tensors=tensors, fail_on=fail_on,
         strict=strict, strict_buffers=strict_buffers, settle=settle, threads=threads, baseline=baseline,
+        kernels=kernels, scheduler=scheduler, max_bytes_per_second=max_bytes,
     )  # fmt: skip
-    report = _audit(paths, settings)
+    if shard_of is not None:
+        _measure_share(paths, settings, shard_of, shards)
+        return
+    report = _audit(paths, settings, shards)
     if format == "json":
         from auditor.report.json_report import to_json
 
@@ -197,12 +213,27 @@ def _store(paths: Sequence[Path]) -> Any:
     return UnionStore(stores) if len(stores) > 1 else stores[0]
 
 
-def _audit(paths: Sequence[Path], settings: Settings) -> Report:
+def _audit(paths: Sequence[Path], settings: Settings, shards: Path | None = None) -> Report:
     from auditor.audit import audit
+    from auditor.storage.local import LocalStore
 
     store = _store(paths)
     with _progress() as progress:
-        return audit(store, settings, progress=progress)
+        return audit(store, settings, progress=progress, shares=LocalStore(shards) if shards else None)
+
+
+def _measure_share(paths: Sequence[Path], settings: Settings, text: str, folder: Path | None) -> None:
+    from auditor.audit import audit_share
+
+    number, slash, of = text.partition("/")
+    if not (number.isdecimal() and slash and of.isdecimal()):
+        raise UsageError(f"--shard-of {text}: write 3/8 for the third of eight")
+    if folder is None:
+        raise UsageError("--shard-of needs --shards FOLDER, where to write what was measured")
+    with _progress() as progress:
+        share = audit_share(_store(paths), settings, int(number), int(of), str(folder), progress=progress)
+    units = sum(len(step["units"]) for step in share.steps)
+    print(f"{folder / share.name}: {units} units of {len(share.steps)} steps measured, nothing judged yet")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from auditor.settings import Level, Settings, StepChoice
 
 NAMES = (
     "steps", "level", "select", "ignore", "tensors", "fail_on", "strict", "strict_buffers", "settle", "threads",
-    "baseline",
+    "baseline", "kernels", "scheduler", "max_bytes_per_second",
 )  # fmt: skip
 """Choices that flags, environment (``AUDITOR_…``) and files can state."""
 TABLES = ("placement", "waive")
@@ -51,10 +51,11 @@ def make_settings(flags: Mapping[str, Any], file: Path | None = None) -> Setting
         choices.text("tensors", ""), choices.member("fail_on", Severity, Severity.ERROR), choices.truth("strict"),
         choices.truth("strict_buffers"), parse_seconds(choices.text("settle", "10m")), choices.count("threads"),
         placement_options(table), waivers(table), read_baseline(Path(baseline)) if baseline else frozenset(),
-        tuple(sorted(choices.origins)),
+        kernels=choices.text("kernels", "auto"), scheduler=choices.text("scheduler", ""),
+        max_bytes_per_second=parse_bytes(choices.text("max_bytes_per_second", "0")),
     )  # fmt: skip
     settings.steps.check()
-    return settings
+    return replace(settings, origins=tuple(sorted(choices.origins)))
 
 
 @dataclass(slots=True)
@@ -194,6 +195,22 @@ def parse_seconds(text: str) -> float:
         return float(text[:-1]) * unit if unit else float(text)
     except ValueError as error:
         raise UsageError(f"{text!r} is no time: write 90s, 10m or 2h") from error
+
+
+def parse_bytes(text: str) -> float:
+    """Bytes from ``500000``, ``200M``, ``1.5G``; K, M and G are 1024, 1024² and 1024³.
+
+    Raises:
+        UsageError: anything else.
+    """
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 0)
+    try:
+        found = float(text[:-1]) * unit if unit else float(text)
+    except ValueError as error:
+        raise UsageError(f"{text!r} is no number of bytes: write 500000, 200M or 1.5G") from error
+    if not 0 <= found < float("inf"):
+        raise UsageError(f"{text!r} is no number of bytes: write 500000, 200M or 1.5G")
+    return found
 
 
 _WAIVER_KEYS = {"id", "tensor", "steps", "until", "reason"}

@@ -79,18 +79,25 @@ class Settings:
     settle_seconds: float = 600.0
     threads: int = 0
     """0: as many as the machine has processors, at most 8."""
-    kernels: str = "auto"
-    """``numpy``, ``numba``, or ``auto``: numba where it is installed and enough is read to be worth its loading."""
     options: Options = field(default_factory=Options)
     waivers: tuple[Waiver, ...] = ()
     baseline: Known = frozenset()
     """What an earlier report said: only what is not in it fails the audit."""
     origins: tuple[str, ...] = ()
     """Choices that were not made by flag, with where they were made."""
+    kernels: str = "auto"
+    """``numpy``, ``numba``, or ``auto``: numba where it is installed and enough is read to be worth its loading."""
+    scheduler: str = ""
+    """Address of a Dask scheduler whose workers read and measure; empty: threads of this process."""
+    max_bytes_per_second: float = 0.0
+    """How fast each process may read; 0: as fast as it can."""
 
     def wants_tensor(self, name: str) -> bool:
         """Whether the tensor is among the chosen ones."""
         return not self.tensors or fnmatchcase(name, self.tensors)
 
+
+MEANS = frozenset({"threads", "kernels", "scheduler", "max_bytes_per_second"})
+"""Choices that say how the work is done; none of them changes what is found."""
 
 DEFAULTS = Settings()

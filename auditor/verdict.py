@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-from auditor.audit import Report, RunReport, StepReport
 from auditor.invariants.invariant import FAMILIES
 from auditor.model.finding import Finding, Outcome
 from auditor.model.run import Commit
+from auditor.reports import Report, RunReport, StepReport
 from auditor.settings import Settings
 from auditor.timeline.last_good import bad_steps
 

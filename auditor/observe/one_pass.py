@@ -7,7 +7,6 @@ buffers a worker, whatever the size of the checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +16,7 @@ from auditor.model.observation import Observations, Read
 from auditor.model.pairing import Pairing, PairResult
 from auditor.observe.kernels import choose, empty_rows, empty_tallies
 from auditor.observe.plan import Plan, plan
+from auditor.observe.shares import Runner
 from auditor.observe.unit import UnitResult, Worker
 from auditor.storage.store import Store
 
@@ -38,7 +38,7 @@ def wanted_rows(catalog: Catalog, tensors: Iterable[int] | None = None) -> NDArr
 
 
 def observe(
-    store: Store, catalog: Catalog, rows: NDArray[np.int64], executor: Executor,
+    store: Store, catalog: Catalog, rows: NDArray[np.int64], runner: Runner,
     progress: Callable[[int], None] = lambda num_bytes: None, pairings: Sequence[Pairing] = (), kernels: str = "auto",
 ) -> Observations:  # fmt: skip
     """Read the pieces ``rows`` once, measure them, and compare the ``pairings`` while they are read.
@@ -48,7 +48,7 @@ def observe(
     work = plan(catalog, rows, pairings)
     worker = Worker(store, choose(sum(unit.num_bytes for unit in work.units), kernels).name)
     gathered = _Gathered(catalog, rows, len(work.tallies))
-    for unit, result in zip(work.units, executor.map(worker, work.units), strict=True):
+    for unit, result in zip(work.units, runner.run(catalog.path, worker, work.units), strict=True):
         gathered.take(unit.rows, unit.tallies, result)
         progress(result.num_bytes_read)
     return gathered.observations(work)

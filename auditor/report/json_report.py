@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from auditor import __version__
-from auditor.audit import Report, RunReport
 from auditor.model.finding import Finding, Interval, Location, Outcome
 from auditor.model.region import Box
-from auditor.settings import Settings
+from auditor.reports import Report, RunReport
+from auditor.settings import MEANS, Settings
 from auditor.verdict import exit_code, exit_codes, step_verdict, verdict
 
 SCHEMA_VERSION = 1
@@ -66,7 +66,7 @@ def run_object(run: RunReport, settings: Settings, location: str) -> dict[str, A
 
 def config_digest(settings: Settings) -> str:
     """Equal for equal choices: tells whether two reports answer the same question."""
-    text = json.dumps({name: repr(getattr(settings, name)) for name in settings.__slots__ if name != "threads"})
+    text = json.dumps({name: repr(getattr(settings, name)) for name in settings.__slots__ if name not in MEANS})
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 

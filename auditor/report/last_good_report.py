@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from auditor.audit import RunReport
+from auditor.reports import RunReport
 from auditor.settings import Settings
 
 MAX_REJECTED = 5

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 
 from rich.markup import escape
 
-from auditor.audit import Report, RunReport, StepReport
 from auditor.invariants.registry import invariants
 from auditor.model.finding import Finding, Interval, Location, Outcome, Severity
 from auditor.model.run import Commit
 from auditor.report.text_safety import visible
+from auditor.reports import Report, RunReport, StepReport
 from auditor.settings import Level
 from auditor.timeline.last_good import ABOUT_THE_RUN
 from auditor.verdict import exit_code, verdict

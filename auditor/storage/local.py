@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from auditor.storage.store import (
@@ -21,6 +21,10 @@ from auditor.storage.store import (
 
 _TRANSIENT = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR})
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
+
+
+BULK_BYTES = 128 << 10
+"""Who reads so much at once reads weights, from front to back and never again."""
 
 
 class LocalStore:
@@ -77,16 +81,20 @@ class LocalStore:
             os.close(descriptor)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LocalHandle:
     """An open file."""
 
     descriptor: int
     entry: Entry
+    advised: bool = False
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset`` on; several reads where the kernel gives less than asked."""
         done = 0
+        if not self.advised and len(buffer) >= BULK_BYTES:
+            self.advised = True
+            _advise(self.descriptor)
         while done < len(buffer):
             try:
                 count = os.preadv(self.descriptor, [buffer[done:]], offset + done)
@@ -96,6 +104,15 @@ class LocalHandle:
                 have, want = offset + done, offset + len(buffer)
                 raise ShortReadError(f"{self.entry.name}: ends at byte {have}, {want} wanted")
             done += count
+
+
+def _advise(descriptor: int) -> None:
+    """Tell the kernel that these pages needn't push others (a training job's data) out of memory."""
+    advice = getattr(os, "POSIX_FADV_NOREUSE", None)
+    if advice is not None:
+        # Advice only: a file system that doesn't take it still reads.
+        with suppress(OSError):
+            os.posix_fadvise(descriptor, 0, 0, advice)
 
 
 def _entry(name: str, status: os.stat_result) -> Entry:

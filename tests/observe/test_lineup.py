@@ -19,6 +19,7 @@ from auditor.model.region import Box, FlatRange, whole
 from auditor.observe import plan, unit
 from auditor.observe.digest import digest_array
 from auditor.observe.one_pass import observe, wanted_rows
+from auditor.observe.shares import Everything
 from auditor.storage.memory import MemoryStore
 
 FLOAT32, BFLOAT16 = DTYPES["float32"], DTYPES["bfloat16"]
@@ -67,7 +68,7 @@ class Written:
         catalog = self.builder.build(1, "", "made-up", NO_MESH, {}, ())
         with ThreadPoolExecutor(threads) as pool:
             wanted = wanted_rows(catalog) if rows is None else np.array(rows)
-            return catalog, observe(store, catalog, wanted, pool, pairings=pairings)
+            return catalog, observe(store, catalog, wanted, Everything(pool), pairings=pairings)
 
 
 def cast(left, right):
@@ -179,7 +180,7 @@ def test_many_small_tensors_share_reads():
         builder.file(File(name, len(content), store.stat(name).identity))
     catalog = builder.build(1, "", "made-up", NO_MESH, {}, ())
     with ThreadPoolExecutor(1) as pool:
-        seen = observe(store, catalog, wanted_rows(catalog), pool, pairings=expected)
+        seen = observe(store, catalog, wanted_rows(catalog), Everything(pool), pairings=expected)
     assert all(one(seen, pairing).num_compared == 24 for pairing in expected)
     assert sorted(reads) == ["m", "w"]
     assert seen.num_bytes_read == 50 * 24 * 6

@@ -18,6 +18,7 @@ from auditor.model.region import Box, FlatRange, whole
 from auditor.observe import plan, unit
 from auditor.observe.digest import add, digest_array
 from auditor.observe.one_pass import observe, wanted_rows
+from auditor.observe.shares import Everything
 from auditor.observe.statistics import statistics
 from auditor.storage.faulty import Faults, FaultyStore
 from auditor.storage.memory import MemoryStore
@@ -85,7 +86,7 @@ class Written:
 
 def run(store, catalog, threads=1, rows=None):
     with ThreadPoolExecutor(threads) as pool:
-        return observe(store, catalog, np.arange(len(catalog.pieces)) if rows is None else rows, pool)
+        return observe(store, catalog, np.arange(len(catalog.pieces)) if rows is None else rows, Everything(pool))
 
 
 def assert_measured(seen, expected):

@@ -1,0 +1,129 @@
+"""What an audit says: of a step, of a run, of everything below the path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from auditor.invariants.invariant import Invariant, Needs
+from auditor.invariants.registry import invariants
+from auditor.model.finding import Finding, Judgement, Outcome
+from auditor.model.mesh import NO_MESH, Mesh
+from auditor.model.run import StepState
+from auditor.model.waiver import Waiver
+from auditor.settings import Level, Settings
+
+REACHED = {
+    Needs.NAMES: Level.NAMES, Needs.HEADERS: Level.HEADERS, Needs.WEIGHTS: Level.REPLICAS, Needs.CHECKSUMS: Level.FULL,
+}  # fmt: skip
+"""The lowest level at which an invariant can speak."""
+
+
+@dataclass(slots=True)
+class Coverage:
+    """How much of what is there was looked at."""
+
+    num_tensors: int = 0
+    num_pieces: int = 0
+    num_bytes_total: int = 0
+    """Of all files of the audited steps."""
+    num_bytes_read: int = 0
+    """Of weights."""
+    num_bytes_reread: int = 0
+    """Once more: of weights, to measure differences; of whole files, to verify checksums."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the audit says of one step."""
+
+    state: StepState
+    level: Level
+    judgements: Mapping[str, Judgement]
+    wholeness: Mapping[str, Judgement]
+    """Judgements of INT and COV over all tensors, also those that weren't chosen."""
+    changed: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    """What storage refused; the audit of this step is incomplete."""
+    opaque: Mapping[str, int] = field(default_factory=dict)
+    mesh: Mesh = NO_MESH
+
+
+@dataclass(slots=True)
+class RunReport:
+    """What the audit says of one run."""
+
+    path: str
+    mesh: Mesh = NO_MESH
+    """Of the newest audited step."""
+    num_saved_before: int = 0
+    """Saved steps before the first that was looked at."""
+    steps: list[StepReport] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    last_good: StepState | None = None
+    rejected: list[tuple[int, str]] = field(default_factory=list)
+    """Steps newer than the last good one (all, if there is none), newest first, with why they are not good."""
+    coverage: Coverage = field(default_factory=Coverage)
+    unrecognised: Mapping[str, str] = field(default_factory=dict)
+    chosen: tuple[Invariant, ...] = ()
+    seconds: float = 0.0
+
+    def mesh_of(self, step: int) -> Mesh:
+        """The mesh that wrote a step; meshes may change at a resume."""
+        return next((item.mesh for item in self.steps if item.state.step == step), self.mesh)
+
+    def counts(self, identifier: str) -> dict[Outcome, int]:
+        """Outcomes of one invariant over all steps, in subjects."""
+        total = dict.fromkeys(Outcome, 0)
+        for step in self.steps:
+            judged = step.judgements.get(identifier)
+            if judged is None:
+                continue
+            total[Outcome.HOLDS] += judged.num_holds
+            total[Outcome.VIOLATED] += len(judged.violations)
+            total[Outcome.UNDETERMINED] += sum(map(len, judged.undetermined.values()))
+            total[Outcome.NOT_APPLICABLE] += sum(judged.not_applicable.values())
+        return total
+
+    def unjudged(self) -> list[str]:
+        """Ids of all invariants about which this audit says nothing: ignored, not selected, or beyond the level."""
+        silent = set(self.not_asked())
+        return [item.id for item in invariants() if item not in self.chosen or item.id in silent]
+
+    def beyond_level(self) -> dict[Level, list[str]]:
+        """Level to the chosen invariants that no step judges, because it takes that level."""
+        found: dict[Level, list[str]] = {}
+        for item in self.chosen:
+            if item.judge_step and all(step.level < REACHED[item.needs] for step in self.steps):
+                found.setdefault(REACHED[item.needs], []).append(item.id)
+        return found
+
+    def not_asked(self) -> list[str]:
+        """Ids of chosen invariants about which no step says anything, because no step's level reaches them."""
+        return [name for names in self.beyond_level().values() for name in names]
+
+    def undetermined(self) -> dict[tuple[str, str], int]:
+        """(Invariant id, reason) to the largest number of subjects in any step."""
+        return self.reasons("undetermined")
+
+    def reasons(self, outcome: Literal["undetermined", "not_applicable"]) -> dict[tuple[str, str], int]:
+        """(Invariant id, reason) to the largest number of subjects in any step, for one kind of outcome."""
+        found: dict[tuple[str, str], int] = {}
+        for step in self.steps:
+            for identifier, judged in step.judgements.items():
+                for reason, names in getattr(judged, outcome).items():
+                    count = names if isinstance(names, int) else len(names)
+                    found[identifier, reason] = max(found.get((identifier, reason), 0), count)
+        return found
+
+
+@dataclass(slots=True)
+class Report:
+    """What the audit says of everything under the path."""
+
+    location: str
+    runs: list[RunReport]
+    settings: Settings
+    expired: tuple[Waiver, ...] = ()
+    """Waivers past their day: what they accepted counts again, and each is itself something to be told."""
