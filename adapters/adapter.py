@@ -6,14 +6,17 @@ parameters) is in its adapter and nowhere else. An adapter is handed a store and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from auditor.model.catalog import Catalog
 from auditor.model.mesh import Replicate, Shard
 from auditor.storage.store import Entry, Store, base_name
+
+MAX_RANKS = 1 << 17
+"""Ranks of the largest mesh that is believed; beyond it a recorded size is nonsense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,8 @@ class Folder:
     files: Mapping[str, Entry]
     """By name within the folder."""
     folders: Mapping[str, Entry]
+    alone: bool = False
+    """Whether the user named the one file that is in it: nothing is known of what lies beside that."""
 
     @classmethod
     def read(cls, store: Store, path: str) -> Folder:
@@ -40,6 +45,11 @@ class Folder:
         )
 
 
+def folder_name(store: Store, folder: Folder) -> str:
+    """What a folder is called; of the root, which has no name below itself, what a person calls it."""
+    return base_name(folder.path or store.location.rstrip("/"))
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """The folder is a checkpoint of this format."""
@@ -48,6 +58,8 @@ class Match:
     """The step that the framework recorded, else the folder's number."""
     reason: str
     """What in the folder's content says so."""
+    named_step: int | None = None
+    """The step that the folder's name tells, where the framework itself gives such names and ``step`` is recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,14 @@ class Options:
     def stated(self, axis: str, name: str) -> Shard | Replicate | None:
         """The user's word on how tensor ``name`` lies along ``axis``, if there is one."""
         return next((how for glob, how in self.placement.get(axis, ()) if fnmatchcase(name, glob)), None)
+
+
+@runtime_checkable
+class TreeAdapter(Protocol):
+    """An adapter whose steps are deeper than a folder with folders: it says itself which files a step has."""
+
+    def files(self, store: Store, folder: Folder) -> Iterator[Entry]:
+        """Every file of a step."""
 
 
 class Adapter(Protocol):

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from auditor.model.catalog import Catalog, File, PiecesBuilder, Problem, Role, Scalar, Tensor
 from auditor.model.dtype import DType
 from auditor.model.mesh import Coordinate, Mesh, Placement
 from auditor.model.optimizer import ParameterGroup, Tie
-from auditor.model.region import Region
+from auditor.model.region import Box, Region
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One rank's part of a tensor: which tensor, and where in it."""
+
+    name: str
+    order: int
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[Box, int], ...]
+    """Where it lies in the whole tensor, each box with its first row in the stored part."""
+    replica_axes: tuple[str, ...] = ()
+    replicas: tuple[Coordinate, ...] = ()
+    stored_once: tuple[str, ...] = ()
+    placement: Placement | None = None
+    undetermined: str = ""
 
 
 class CatalogBuilder:
@@ -64,6 +81,13 @@ class CatalogBuilder:
         self._replicas.append(tuple(replicas) or (Coordinate(),))
         self._numbers.append({place: at for at, place in enumerate(self._replicas[-1])})
         return number
+
+    def tensor_of(self, part: Part, role: Role, dtype: DType) -> int:
+        """Add the tensor that a part is of, or find it; its number."""
+        return self.tensor(
+            part.name, role, dtype, part.shape, part.order, replicas=part.replicas, replica_axes=part.replica_axes,
+            stored_once=part.stored_once, placement=part.placement, undetermined=part.undetermined,
+        )  # fmt: skip
 
     def piece(
         self, tensor: int, file: int, offset: int, region: Region, coordinate: Coordinate, *,

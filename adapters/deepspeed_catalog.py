@@ -9,17 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 from auditor.adapters.adapter import Folder, Options
-from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.adapters.deepspeed_files import LAYER, StepFile, count_in, read_step_files, shapes_in
-from auditor.adapters.deepspeed_layout import Layout, Part
+from auditor.adapters.catalog_builder import CatalogBuilder, Part
+from auditor.adapters.counters import read_numbers
+from auditor.adapters.deepspeed_files import LAYER, count_in, read_step_files, shapes_in
+from auditor.adapters.deepspeed_layout import Layout
 from auditor.adapters.flat_partitions import FlatGroup, place_slice
+from auditor.adapters.optimizer_index import is_count, settings
+from auditor.adapters.step_file import StepFile
+from auditor.adapters.ties import distinct, in_one_storage
 from auditor.containers.pickle_machine import Opaque
-from auditor.containers.torch_zip import StoredTensor, read_number
+from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Catalog, FileState, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import BFLOAT16, FLOAT32, DType
 from auditor.model.mesh import Coordinate
+from auditor.model.optimizer import ParameterGroup, Tie
 from auditor.model.region import FlatRange
-from auditor.storage.store import StorageError, Store, join
+from auditor.storage.store import Store, join
 
 _FLATS: dict[Role, tuple[str, ...]] = {
     Role.MASTER: ("single_partition_of_fp32_groups",),
@@ -39,13 +44,15 @@ class DeepSpeedReading:
         self.layout = Layout(self.files, options)
         self.flat_groups = {stage: [*map(FlatGroup, groups)] for stage, groups in self.layout.groups.items()}
         self.builder = CatalogBuilder()
+        self.names: dict[tuple[int, int], tuple[str, ...]] = {}
+        """mp_rank and group to the names of its parameters."""
 
     def catalog(self, step: int, format_name: str) -> Catalog:
         """The Catalog of the step."""
         for file, coordinate in self.files.all():
             if match := LAYER.fullmatch(file.name):
                 coordinate = coordinate.merged(Coordinate.of(pp=self.layout.stage_of_layer(int(match[1]))))
-            self.builder.file(file.as_file(self.folder.path, coordinate))
+            self.builder.file(file.as_rank_file(self.folder.path, coordinate))
             self._check_root(file, coordinate)
         for layer in self.layout.layers:
             self._add_layer(layer)
@@ -55,8 +62,9 @@ class DeepSpeedReading:
             self._add_zero_file(dp, mp_rank, file)
         for mp_rank, file in sorted(self.files.models.items()):
             self._add_model_file(mp_rank, file)
+        self._add_ties()
         self._add_leftovers()
-        claimed = {file.name for file, _ in self.files.all()} | set(self.files.leftovers)
+        claimed = {file.name for file, _ in self.files.all()} | {*self.files.leftovers, *self.files.deeper}
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in claimed]
         return self.builder.build(
             step, self.folder.path, format_name, self.degrees.mesh, self.files.opaque(), unclaimed
@@ -70,16 +78,14 @@ class DeepSpeedReading:
     def _scalar(self, name: str, value: float, file: StepFile, coordinate: Coordinate) -> None:
         self.builder.scalars.append(Scalar(name, value, join(self.folder.path, file.name), coordinate))
 
-    def _tensor(self, part: Part, role: Role, dtype: DType) -> int:
-        return self.builder.tensor(
-            part.name, role, dtype, part.shape, part.order, replicas=part.replicas, replica_axes=part.replica_axes,
-            stored_once=part.stored_once, placement=part.placement, undetermined=part.undetermined,
-        )  # fmt: skip
-
     def _add_leftovers(self) -> None:
         for name in self.files.leftovers:
             message = f"is of no rank of the mesh ({self.degrees.mesh}), or there twice"
             self.builder.problems.append(Problem(ProblemKind.LEFTOVER, join(self.folder.path, name), message))
+        for name in self.files.deeper:
+            message = "is a layer of another, deeper model: this one's records know of none there; loaders pass it over"
+            path = join(self.folder.path, name)
+            self.builder.problems.append(Problem(ProblemKind.LEFTOVER, path, message, ignored=True))
         for name, what in self.files.impossible.items():
             self.builder.problems.append(Problem(ProblemKind.METADATA, join(self.folder.path, name), what))
 
@@ -100,28 +106,30 @@ class DeepSpeedReading:
                 coordinate = Coordinate.of(pp=self.layout.stage_of_layer(layer), tp=tp)
                 name = f"{self.layout.prefixes[layer]}{key}"
                 part = self.layout.part(name, Role.PARAMETER, local, coordinate)
-                self._add_weight(self._tensor(part, Role.PARAMETER, dtype), part, file, key, dtype, coordinate)
+                tensor = self.builder.tensor_of(part, Role.PARAMETER, dtype)
+                self._add_weight(tensor, part, file, key, dtype, coordinate)
 
     def _add_unstored_tied(self) -> None:
         """Tied modules have no number in any name, so their lost files can't be named; that they lack pieces can."""
         for name, local in self.layout.unstored_tied().items():
             for tp in range(self.degrees.tp):
                 coordinate = Coordinate.of(pp=self.layout.stages[name][0], tp=tp)
-                self._tensor(self.layout.part(name, Role.PARAMETER, local, coordinate), Role.PARAMETER, BFLOAT16)
+                part = self.layout.part(name, Role.PARAMETER, local, coordinate)
+                self.builder.tensor_of(part, Role.PARAMETER, BFLOAT16)
 
     def _add_weight(
         self, tensor: int, part: Part, file: StepFile, key: str, dtype: DType, coordinate: Coordinate
     ) -> None:
         """The piece that one layer file holds of a tensor, or should hold."""
-        file_id = self.builder.file_id(join(self.folder.path, file.name))
+        file_id, ((box, _),) = self.builder.file_id(join(self.folder.path, file.name)), part.boxes
         stored = file.tree.get(key)
         if not isinstance(stored, StoredTensor):
             if file.state is not FileState.PRESENT:
-                self.builder.piece(tensor, file_id, 0, part.box, coordinate, key=key)
-        elif (stored.shape, stored.dtype) == (part.local, dtype):
-            self.builder.piece(tensor, file_id, stored.offset, part.box, coordinate, key=key, strides=stored.strides)
+                self.builder.piece(tensor, file_id, 0, box, coordinate, key=key)
+        elif (stored.shape, stored.dtype) == (box.shape, dtype):
+            self.builder.piece(tensor, file_id, stored.offset, box, coordinate, key=key, strides=stored.strides)
         else:
-            found, expected = f"{stored.dtype.name}{list(stored.shape)}", f"{dtype.name}{list(part.local)}"
+            found, expected = f"{stored.dtype.name}{list(stored.shape)}", f"{dtype.name}{list(box.shape)}"
             message = f"holds {key} as {found}, expected is {expected}"
             self._problem(ProblemKind.RANKS_DISAGREE, file, message, coordinate, part.name)
 
@@ -136,7 +144,8 @@ class DeepSpeedReading:
             for role in _FLATS:
                 self._add_flat(file, role, group, members, coordinate)
             self._check_mapping(file, group, members, coordinate)
-            self._add_step(file, group, coordinate)
+        if file.content:
+            self._add_groups(file, mp_rank, coordinate)
 
     def _add_flat(self, file: StepFile, role: Role, group: int, members: FlatGroup, coordinate: Coordinate) -> None:
         """The pieces of one flat partition, or those that a lost file should hold."""
@@ -164,8 +173,9 @@ class DeepSpeedReading:
                 self.builder.piece(tensor, file_id, offset + piece.at * width, FlatRange(0, count), coordinate, key=key)
                 continue
             part = self.layout.part(piece.name, role, members.shapes[piece.name], coordinate)
-            tensor = self._tensor(part, role, dtype)
-            for region, at in place_slice(piece, part.local, part.box, part.shape):
+            tensor = self.builder.tensor_of(part, role, dtype)
+            ((box, _),) = part.boxes
+            for region, at in place_slice(piece, box, part.shape):
                 self.builder.piece(tensor, file_id, offset + at * width, region, coordinate, key=key)
 
     def _check_mapping(self, file: StepFile, group: int, members: FlatGroup, coordinate: Coordinate) -> None:
@@ -189,23 +199,53 @@ class DeepSpeedReading:
 
     # Scalars
 
-    def _add_step(self, file: StepFile, group: int, coordinate: Coordinate) -> None:
-        """The optimizer's own step: a 0-d tensor (torch), or a number in the state or in the group (fused Adams)."""
-        base = _dig(file.tree, "optimizer_state_dict", "base_optimizer_state")
-        for value in (_dig(base, "state", group, "step"), _dig(base, "param_groups", group, "step")):
-            if isinstance(value, StoredTensor) and value.num_elements == 1:
-                value = self._number(file, value)
-            if isinstance(value, (int, float)) and abs(value) < 1 << 53:
-                self._scalar("optimizer_step", float(value), file, coordinate)
-                return
+    def _add_groups(self, file: StepFile, mp_rank: int, coordinate: Coordinate) -> None:
+        """Parameter groups, and the optimizer's own step in each.
 
-    def _number(self, file: StepFile, tensor: StoredTensor) -> float | None:
-        """A counter kept as a tensor; None where storage doesn't give it."""
-        try:
-            with self.store.open(join(self.folder.path, file.name)) as handle:
-                return read_number(handle, tensor)
-        except StorageError:
-            return None
+        That is a 0-d tensor (torch), or a number in the state or in the group (fused Adams).
+        """
+        path = join(self.folder.path, file.name)
+        base = _dig(file.tree, "optimizer_state_dict", "base_optimizer_state")
+        groups = range(len(self.flat_groups[mp_rank // self.degrees.tp]))
+        kept = {(key, at): _dig(base, *where) for at in groups for key, where in _steps_of(at)}
+        tensors = {key: value for key, value in kept.items() if isinstance(value, StoredTensor)}
+        kept |= read_numbers(self.store, path, tensors)
+        kind = _dig(file.tree, "ds_config", "optimizer", "type")
+        for at in groups:
+            steps = [(float(value), key) for key, _ in _steps_of(at) if is_count(value := kept[key, at])]
+            if steps:
+                tensor = tensors.get((steps[0][1], at))
+                dtype = tensor.dtype if tensor else None
+                self.builder.scalars.append(Scalar("optimizer_step", steps[0][0], path, coordinate, "", dtype))
+            recorded = _dig(base, "param_groups", at)
+            self.builder.groups.append(ParameterGroup(
+                at, path, coordinate, kind.lower()[:64] if isinstance(kind, str) else "",
+                settings(recorded) if isinstance(recorded, dict) else {}, self._names_in(mp_rank, at),
+                steps[0][0] if steps else None,
+            ))  # fmt: skip
+
+    def _names_in(self, mp_rank: int, group: int) -> tuple[str, ...]:
+        """Names of the parameters of a group; data-parallel ranks share them."""
+        if (mp_rank, group) not in self.names:
+            coordinate = self.degrees.model_coordinate(mp_rank)
+            shapes = self.flat_groups[mp_rank // self.degrees.tp][group].shapes
+            parts = (self.layout.part(name, Role.MASTER, shape, coordinate) for name, shape in shapes.items())
+            self.names[mp_rank, group] = tuple(part.name for part in parts)
+        return self.names[mp_rank, group]
+
+    def _add_ties(self) -> None:
+        """What a layer's file keeps as one, and what the engine says are two names of one parameter."""
+        ties: list[Tie] = []
+        for (layer, _), file in sorted(self.files.layers.items()):
+            keys = {key: value for key, value in file.tree.items() if isinstance(value, StoredTensor)}
+            named = {f"{self.layout.prefixes[layer]}{key}": value for key, value in keys.items()}
+            ties += in_one_storage(named, file.name)
+        for _, file in sorted(self.files.models.items()):
+            shared = file.tree.get("shared_params")
+            for alias, source in shared.items() if isinstance(shared, dict) else ():
+                if isinstance(alias, str) and isinstance(source, str):
+                    ties.append(Tie((source, alias), f"shared_params in {file.name}"))
+        self.builder.ties.extend(distinct(ties))
 
     def _add_model_file(self, mp_rank: int, file: StepFile) -> None:
         coordinate = self.degrees.model_coordinate(mp_rank)
@@ -232,6 +272,11 @@ def _flat(file: StepFile, role: Role, group: int) -> StoredTensor | None:
     )
     fits = isinstance(value, StoredTensor) and len(value.shape) == 1 and value.contiguous
     return value if fits else None
+
+
+def _steps_of(group: int) -> tuple[tuple[str, tuple[object, ...]], ...]:
+    """Where a group's step may be, the place that counts first."""
+    return ("state", ("state", group, "step")), ("group", ("param_groups", group, "step"))
 
 
 def _dig(value: Any, *path: object) -> Any:

@@ -16,16 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from auditor.adapters.adapter import Folder
-from auditor.containers.damage import DamagedError, UnsupportedError
-from auditor.containers.pickle_machine import Opaque
-from auditor.containers.torch_zip import TorchFile, read_torch_file
-from auditor.model.catalog import File, FileState
+from auditor.adapters.adapter import MAX_RANKS, Folder
+from auditor.adapters.megatron_names import megatron_args
+from auditor.adapters.step_file import StepFile
+from auditor.containers.torch_zip import RecordBudget, StoredTensor
 from auditor.model.mesh import Coordinate, Mesh
-from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, changed_since, join
+from auditor.storage.store import Store
 
-MAX_RANKS = 1 << 17
-"""Ranks of the largest mesh that is believed; beyond it a recorded size is nonsense."""
 MAX_ELEMENTS = 1 << 40
 """Elements of the largest parameter that is believed."""
 MAX_NAMES = 1 << 20
@@ -54,50 +51,6 @@ class Degrees:
 
 
 @dataclass(frozen=True, slots=True)
-class StepFile:
-    """One file of the step, read without weights; ``content`` is None where that was not possible."""
-
-    name: str
-    """Within the step's folder."""
-    state: FileState
-    content: TorchFile | None = None
-    detail: str = ""
-    listed: Entry | None = None
-    """As the folder's listing has it; what counts is what was opened, where it was."""
-
-    @property
-    def tree(self) -> Mapping[Any, Any]:
-        """The saved dictionary; empty where the file could not be read or holds something else."""
-        tree = self.content.tree if self.content else None
-        return tree if isinstance(tree, dict) else {}
-
-    def as_file(self, folder: str, coordinate: Coordinate) -> File:
-        """The Catalog's record of it."""
-        entry = self.content.entry if self.content else self.listed
-        return File(
-            join(folder, self.name), entry.num_bytes if entry else 0, entry.identity if entry else "",
-            self.state, coordinate, self.detail, "torch-zip",
-            tuple(sorted(self.content.opaque.items())) if self.content else (),
-        )  # fmt: skip
-
-
-def read_file(store: Store, folder: Folder, name: str) -> StepFile:
-    """Read one file's directory and pickle; whatever is wrong with it is in the result."""
-    listed = folder.files.get(name)
-    try:
-        with store.open(join(folder.path, name)) as handle:
-            return StepFile(name, FileState.PRESENT, read_torch_file(handle), "", listed)
-    except DamagedError as error:
-        if changed_since(store, join(folder.path, name), listed):
-            return StepFile(name, FileState.CHANGED, None, "it changed while its directory was read", listed)
-        return StepFile(name, FileState.DAMAGED, None, str(error), listed)
-    except ObjectMissingError:
-        return absent(name)
-    except (UnsupportedError, StorageError) as error:
-        return StepFile(name, FileState.UNREADABLE, None, str(error), listed)
-
-
-@dataclass(frozen=True, slots=True)
 class StepFiles:
     """All files of one step, those that must be there but aren't included."""
 
@@ -112,6 +65,8 @@ class StepFiles:
     """Files named as this format's, but of ranks that the mesh does not have, or there twice."""
     impossible: Mapping[str, str] = field(default_factory=dict)
     """mp_rank file to the recorded size in it that no run can have."""
+    deeper: Sequence[str] = ()
+    """Layer files of a deeper model that was saved here before; no loader takes them."""
 
     def all(self) -> Iterator[tuple[StepFile, Coordinate]]:
         """Every file with the coordinate of the rank whose state it holds."""
@@ -162,12 +117,6 @@ def _is_shape(value: object) -> bool:
     return all(isinstance(n, int) and n >= 0 for n in value) and math.prod(map(int, value)) <= MAX_ELEMENTS
 
 
-def megatron_args(file: StepFile) -> Mapping[str, object]:
-    """Megatron's ``args`` as saved in an mp_rank file, empty where they aren't."""
-    args = file.tree.get("args")
-    return args.attributes() if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
-
-
 def count_in(file: StepFile, *keys: str) -> int | None:
     """A positive whole number under a path of keys."""
     value: Any = file.tree
@@ -184,10 +133,10 @@ def read_step_files(store: Store, folder: Folder, *, names_only: bool = False) -
     models: dict[int, StepFile] = {}
     layers: dict[tuple[int, int], StepFile] = {}
     zeros: dict[tuple[int, int], StepFile] = {}
-    leftovers = []
+    leftovers, budget = [], RecordBudget()
     for name in folder.files:
         if found := MODEL.fullmatch(name):
-            models[int(found[1])] = read_file(store, folder, name)
+            models[int(found[1])] = StepFile.read(store, folder, name, budget)
             continue
         target = layers if (found := LAYER.fullmatch(name)) else zeros if (found := ZERO.fullmatch(name)) else None
         if found is None or target is None:
@@ -196,12 +145,13 @@ def read_step_files(store: Store, folder: Folder, *, names_only: bool = False) -
         if key in target:
             leftovers.append(name)
             continue
-        unopened = StepFile(name, FileState.PRESENT, listed=folder.files[name])
-        target[key] = unopened if names_only else read_file(store, folder, name)
+        unopened = StepFile.unopened(folder, name)
+        target[key] = unopened if names_only else StepFile.read(store, folder, name, budget)
     degrees, impossible = _degrees(models, layers, zeros)
     leftovers += _take_foreign(degrees, models, layers, zeros)
+    deeper = _take_deeper(degrees, models, layers)
     impossible |= _add_absent(degrees, models, layers, zeros)
-    return StepFiles(degrees, models, layers, zeros, leftovers, impossible)
+    return StepFiles(degrees, models, layers, zeros, leftovers, impossible, deeper)
 
 
 def _take_foreign(
@@ -216,31 +166,58 @@ def _take_foreign(
     return foreign
 
 
+def _take_deeper(
+    degrees: Degrees, models: Mapping[int, StepFile], layers: dict[tuple[int, int], StepFile]
+) -> list[str]:
+    """Take out the layers of a deeper model that was saved here before; their files.
+
+    Known where Megatron's ``num_layers`` and the parameter names of all stages agree: another layer that holds what a
+    layer of this model holds is then none of it. One with other content may be: what was frozen is not in
+    ``param_shapes``.
+    """
+    depth = next(filter(None, (megatron_args(file).get("num_layers") for file in models.values())), None)
+    own: dict[int, dict[str, tuple[int, ...]]] = {}
+    stages: set[int] = set()
+    for mp_rank, file in models.items():
+        for group in (*shapes_in(file, "param_shapes"), *shapes_in(file, "frozen_param_shapes")):
+            stages.add(mp_rank // degrees.tp)
+            for name, shape in group.items():
+                if found := re.fullmatch(r"(\d{1,6})\.(.+)", name):
+                    own.setdefault(int(found[1]), {})[found[2]] = shape
+    counts = Counter(frozenset(keys) for keys in own.values())
+    blocks = [keys for keys, count in counts.items() if count == depth]
+    if len(stages) < degrees.pp or not blocks:
+        return []
+    block, last = max(blocks, key=len), max(own)
+    deeper = []
+    for layer, tp in sorted(layers):
+        tensors = {k: t.shape for k, t in layers[layer, tp].tree.items() if isinstance(t, StoredTensor)}
+        same = block <= tensors.keys() or (layer > last and tensors in own.values())
+        if layer not in own and same:
+            deeper.append(layers.pop((layer, tp)).name)
+    return deeper
+
+
 def _add_absent(
     degrees: Degrees, models: dict[int, StepFile], layers: dict[tuple[int, int], StepFile],
     zeros: dict[tuple[int, int], StepFile],
 ) -> dict[str, str]:  # fmt: skip
     """Add what the recorded sizes and the parameter names of the stages imply; what of it is impossible, by file."""
     for mp_rank in range(degrees.pp * degrees.tp):
-        models.setdefault(mp_rank, absent(f"mp_rank_{mp_rank:02d}_model_states.pt"))
+        models.setdefault(mp_rank, StepFile.absent(f"mp_rank_{mp_rank:02d}_model_states.pt"))
     prefix = "bf16_" if any(file.name.startswith("bf16_") for file in zeros.values()) or not zeros else ""
     for dp in range(degrees.dp):
         for mp_rank in range(degrees.pp * degrees.tp):
             name = f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp_rank:02d}_optim_states.pt"
-            zeros.setdefault((dp, mp_rank), absent(name))
+            zeros.setdefault((dp, mp_rank), StepFile.absent(name))
     numbers = _layer_numbers(models, layers)
     if len(numbers) * degrees.tp > MAX_RANKS:
         first = min(models.values(), key=lambda file: file.name)
         return {first.name: f"records parameters of {len(numbers)} layers on {degrees.tp} tensor-parallel ranks"}
     for layer in numbers:
         for tp in range(degrees.tp):
-            layers.setdefault((layer, tp), absent(f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"))
+            layers.setdefault((layer, tp), StepFile.absent(f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"))
     return {}
-
-
-def absent(name: str) -> StepFile:
-    """A file that must be there but isn't."""
-    return StepFile(name, FileState.MISSING, None, "it is not there")
 
 
 def _layer_numbers(models: Mapping[int, StepFile], layers: Mapping[tuple[int, int], StepFile]) -> set[int]:

@@ -9,35 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from auditor.adapters.adapter import Options
-from auditor.adapters.deepspeed_files import StepFiles, megatron_args
-from auditor.adapters.megatron_names import Placed, place, rule_for, sizes_from
+from auditor.adapters.catalog_builder import Part
+from auditor.adapters.deepspeed_files import StepFiles
+from auditor.adapters.megatron_names import Placed, megatron_args, place, rule_for, sizes_from
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Role
 from auditor.model.mesh import Coordinate, Placement, Replicate, coordinates_along, global_shape, local_box
-from auditor.model.region import Box, whole
+from auditor.model.region import whole
 
 _TIED = re.compile(r"tied_modules\.[^.]+\.")
 _NUMBERED = re.compile(r"(\d{1,6})\.")
 _ORDER_PER_LAYER = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's part of a tensor: which tensor, and where in it."""
-
-    name: str
-    order: int
-    local: tuple[int, ...]
-    shape: tuple[int, ...]
-    box: Box
-    replica_axes: tuple[str, ...] = ()
-    replicas: tuple[Coordinate, ...] = ()
-    stored_once: tuple[str, ...] = ()
-    placement: Placement | None = None
-    undetermined: str = ""
 
 
 class Layout:
@@ -127,7 +111,7 @@ class Layout:
         if placed.how is None:
             # Each rank's part stands for itself: nothing is claimed about how the parts belong together.
             alone = f"{name}@{coordinate.along(('tp',))}"
-            return Part(alone, order, local, local, whole(local), undetermined=placed.reason)
+            return Part(alone, order, local, ((whole(local), 0),), undetermined=placed.reason)
         return self._placed_part(name, order, role, local, coordinate, placed, stages)
 
     def _placed_part(
@@ -144,8 +128,8 @@ class Layout:
         # Weights are written by data-parallel rank 0 and by the first stage alone.
         once = {"pp": len(stages), "dp": self.degrees.dp} if role is Role.PARAMETER else {}
         return Part(
-            name, order, local, global_shape(local, placement, self.degrees.mesh),
-            local_box(local, placement, self.degrees.mesh, coordinate), tuple(axes),
+            name, order, global_shape(local, placement, self.degrees.mesh),
+            ((local_box(local, placement, self.degrees.mesh, coordinate), 0),), tuple(axes),
             coordinates_along(tuple(axes.items())),
             tuple(axis for axis, degree in once.items() if degree > 1), placement,
         )  # fmt: skip

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import re
 
-from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer
+from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.deepspeed_catalog import DeepSpeedReading
-from auditor.adapters.deepspeed_files import LAYER, MODEL, ZERO, read_file
+from auditor.adapters.deepspeed_files import LAYER, MODEL, ZERO
+from auditor.adapters.step_file import StepFile
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Store, base_name, join, read_text
 
 _STEP_FOLDER = re.compile(r"(?:.*\D)?(\d+)")
+_OWN_NAME = re.compile(r"global_step(\d{1,15})")
+"""What DeepSpeed calls a step; people may call it anything (``save_checkpoint(tag=…)``)."""
 
 
 class DeepSpeedPipeline:
@@ -38,11 +41,12 @@ class DeepSpeedPipeline:
             return Declined(f"{len(models)} mp_rank files but no layer_*-model_*-model_states.pt", 0.5)
         number = _STEP_FOLDER.fullmatch(base_name(folder.path))
         for name in models:
-            file = read_file(store, folder, name)
+            file = StepFile.read(store, folder, name)
             steps = file.tree.get("global_steps")
             if "param_shapes" in file.tree and isinstance(steps, int) and 0 <= steps < 1 << 53:
                 reason = f"{len(layers)} layer files; {name} records param_shapes and global_steps={steps}"
-                return Match(steps, reason)
+                named = _OWN_NAME.fullmatch(folder_name(store, folder))
+                return Match(steps, reason, int(named[1]) if named else None)
         if number is None:
             return Declined("its files are named as they should, but none tells the step", 0.8)
         return Match(int(number[1]), f"{len(layers)} layer files by name; no mp_rank file could be read")

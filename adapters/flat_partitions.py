@@ -61,7 +61,7 @@ class FlatGroup:
             yield Slice("", start - self.num_elements, high - self.num_elements, start - low)
 
 
-def place_slice(part: Slice, local: tuple[int, ...], box: Box, shape: Sequence[int]) -> Iterator[tuple[Region, int]]:
+def place_slice(part: Slice, box: Box, shape: Sequence[int]) -> Iterator[tuple[Region, int]]:
     """Regions of the whole tensor (of ``shape``) that a slice of the local part at ``box`` covers.
 
     Yields each with the position of its first element within the partition; its elements follow it without gaps.
@@ -72,6 +72,6 @@ def place_slice(part: Slice, local: tuple[int, ...], box: Box, shape: Sequence[i
         yield FlatRange(part.start + shift, part.stop + shift), part.at
         return
     at = part.at
-    for inner in FlatRange(part.start, part.stop).boxes(local):
+    for inner in FlatRange(part.start, part.stop).boxes(box.shape):
         yield inner.shifted(box.start), at
         at += inner.num_elements

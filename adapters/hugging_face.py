@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer
+from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.hugging_face_catalog import TRAINER_STATE, HuggingFaceReading
 from auditor.adapters.hugging_face_files import ADAPTER_KINDS, MODEL_KINDS, open_json, open_weights
 from auditor.adapters.hugging_face_sets import WeightSet, find_set
@@ -19,6 +19,7 @@ from auditor.storage.store import Store, base_name
 _STEP_FOLDER = re.compile(
     r"(?:.*[-_.])?(?:checkpoint|ckpt|step|steps|iter|global_step)[-_]?(\d{1,15})|(\d{1,15})", re.A
 )
+_OWN_NAME = re.compile(r"checkpoint-(\d{1,15})", re.A)
 _DEEPSPEED = re.compile(r".*_(?:model|optim)_states\.pt")
 _DEEPSPEED_FOLDER = re.compile(r"global_step\d+", re.A)
 
@@ -41,8 +42,8 @@ class HuggingFace:
             return Declined(
                 "it holds no model.safetensors, pytorch_model.bin or adapter_model.*, nor parts of one", near
             )
-        step, reason = _step(store, folder)
-        return Match(step, f"{_evidence(store, folder, weights)}; {reason}")
+        step, reason, named = _step(store, folder)
+        return Match(step, f"{_evidence(store, folder, weights)}; {reason}", named)
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """None: nothing names the step to resume from, the Trainer takes the highest number."""
@@ -82,15 +83,16 @@ def _evidence(store: Store, folder: Folder, weights: WeightSet) -> str:
     return f"{next(iter(weights.names), weights.kind.index)} by name, nothing of it could be read"
 
 
-def _step(store: Store, folder: Folder) -> tuple[int, str]:
-    """The step, and where it is from."""
+def _step(store: Store, folder: Folder) -> tuple[int, str, int | None]:
+    """The step, where it is from, and what a folder that the Trainer named says beside what is recorded."""
+    name = folder_name(store, folder)
     if TRAINER_STATE in folder.files:
         state = open_json(store, folder, TRAINER_STATE).content or {}
         step = state.get("global_step")
         if type(step) is int and 0 <= step < 1 << 53:
-            return step, f"{TRAINER_STATE} records global_step={step}"
-    # The root has no name of its own: what a person calls it has one.
-    found = _STEP_FOLDER.fullmatch(base_name(folder.path or store.location.rstrip("/")))
+            named = _OWN_NAME.fullmatch(name)
+            return step, f"{TRAINER_STATE} records global_step={step}", int(named[1]) if named else None
+    found = _STEP_FOLDER.fullmatch(name)
     if found:
-        return int(found[1] or found[2]), "its step is the folder's number"
-    return 0, "nothing tells a step"
+        return int(found[1] or found[2]), "its step is the folder's number", None
+    return 0, "nothing tells a step", None

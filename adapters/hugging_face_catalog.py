@@ -18,9 +18,7 @@ from auditor.adapters.hugging_face_files import (
     ADAPTER_KINDS,
     MODEL_KINDS,
     Kind,
-    Opened,
     Weights,
-    absent,
     open_json,
     open_weights,
 )
@@ -33,8 +31,11 @@ from auditor.adapters.hugging_face_tensors import (
     compare,
     model_order,
     place,
+    ties_in,
 )
-from auditor.model.catalog import WITHHELD, Catalog, FileState, Problem, ProblemKind, Role, Scalar
+from auditor.adapters.step_file import Opened
+from auditor.adapters.ties import distinct
+from auditor.model.catalog import WITHHELD, Catalog, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import FLOAT32, DType
 from auditor.model.mesh import EVERYWHERE, NO_MESH
 from auditor.model.region import whole
@@ -70,9 +71,20 @@ class HuggingFaceReading:
         for one in placed:
             check_total(one)
         self._add_tensors(placed, model)
+        self.builder.ties.extend(distinct([*model.ties, *(tie for one in placed for tie in ties_in(one))]))
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in self.claimed]
         catalog = self.builder.build(step, self.folder.path, format_name, NO_MESH, self.opaque, unclaimed)
-        return replace(catalog, not_implied=self._reason(model, models))
+        return replace(catalog, not_implied=self._reason(model, models), unseen=self._unseen(placed))
+
+    def _unseen(self, placed: Sequence[Placed]) -> str:
+        """Why nothing is known of the other files of the set, where one alone was named."""
+        if not self.folder.alone:
+            return ""
+        ((kind, name),) = [(one.weights.kind, name) for one in placed for name in one.weights.names]
+        place = kind.place(name)
+        if place:
+            return f"one file of {place[1]} was named: whether the others are there was not looked at"
+        return "" if name == kind.single else "a single file was named: what belongs to it is not known"
 
     # Files
 
@@ -81,7 +93,7 @@ class HuggingFaceReading:
         for name in names:
             self._add_small(open_json(self.store, self.folder, name))
         if TRAINER_STATE not in names and all(name in self.folder.files for name in _BEFORE_TRAINER_STATE):
-            self._add_small(absent(TRAINER_STATE))
+            self._add_small(Opened.absent(TRAINER_STATE))
         step = self._small(TRAINER_STATE).get("global_step")
         if type(step) is int and 0 <= step < 1 << 53:
             self.builder.scalars.append(Scalar("global_steps", float(step), join(self.folder.path, TRAINER_STATE)))
@@ -94,9 +106,9 @@ class HuggingFaceReading:
         opened = self.small.get(name)
         return opened.content if opened and opened.content else {}
 
-    def _claim(self, opened: Opened[Any], container: str, opaque: tuple[tuple[str, int], ...] = ()) -> None:
+    def _claim(self, opened: Opened[Any], container: str, opaque: Mapping[str, int] | None = None) -> None:
         self.claimed.add(opened.name)
-        self.builder.file(replace(opened.as_file(self.folder.path, container), opaque=opaque))
+        self.builder.file(opened.as_file(self.folder.path, container, opaque=opaque))
 
     def _sets(self, kinds: Sequence[Kind]) -> list[WeightSet]:
         return [found for kind in kinds if (found := find_set(self.store, self.folder, kind))]
@@ -109,18 +121,17 @@ class HuggingFaceReading:
         for name in weights.names:
             opened = files[name] = self._open(name, weights.kind)
             pickled = opened.content.opaque if opened.content and weights.kind.container == "torch-zip" else {}
-            self._claim(opened, weights.kind.container, tuple(sorted(pickled.items())))
+            self._claim(opened, weights.kind.container, pickled)
         self._add_leftovers(weights)
         if self.names_only:
             return Placed(weights, files, self.folder.path)
         return place(weights, files, self.folder.path)
 
     def _open(self, name: str, kind: Kind) -> Opened[Weights]:
-        listed = self.folder.files.get(name)
-        if listed is None:
-            return absent(name)
+        if name not in self.folder.files:
+            return Opened.absent(name)
         if self.names_only:
-            return Opened(name, FileState.PRESENT, entry=listed)
+            return Opened.unopened(self.folder, name)
         opened = open_weights(self.store, self.folder, name, kind)
         self.opaque.update(opened.content.opaque if opened.content else {})
         return opened
@@ -160,6 +171,8 @@ class HuggingFaceReading:
         config = self.small.get(CONFIG)
         if not models:
             return "a low-rank adapter's tensors are not implied by its configuration"
+        if self.folder.alone:
+            return f"a single file was named: {CONFIG} was not looked at"
         if config is None:
             return f"there is no {CONFIG} to tell which tensors the model has"
         if config.state in WITHHELD:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from auditor.model.dtype import DTYPES, DType
+from auditor.model.optimizer import Tie
 
 MAX_LAYERS = 1 << 10
 MAX_SIZE = 1 << 24
@@ -35,6 +36,8 @@ class Implied:
     """Tensors that may be absent: tied heads, heads and poolers that not every class has."""
     unknown: str = ""
     """Why nothing is implied; empty where something is."""
+    ties: tuple[Tie, ...] = ()
+    """The embedding and the head, where the configuration ties them."""
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor, where it is implied."""
@@ -205,16 +208,24 @@ def implied(config: Mapping[str, Any], stored: Collection[str]) -> Implied:
             raise NotImpliedError("config.json records sizes beyond any model's")
     except NotImpliedError as error:
         return Implied(unknown=str(error))
+    tied = bool(family.head) and _Sizes(config).flag("tie_word_embeddings", default=family.ties)
     if family.head:
-        ties = _Sizes(config).flag("tie_word_embeddings", default=family.ties)
-        (optional if ties else required)[family.head] = required[family.embedding]
+        (optional if tied else required)[family.head] = required[family.embedding]
     bare = any(_bare(name, family.base) in stored for name in required) and not any(
         name.startswith(family.base) for name in stored
     )
     spell = {name: _spelled(_bare(name, family.base) if bare else name, stored) for name in required | optional}
+    # A bare base model has no head, whatever class its configuration names.
+    names = (spell[family.embedding], spell[family.head]) if tied and not bare else ()
     return Implied(
-        {spell[name]: shape for name, shape in required.items()}, {spell[name]: s for name, s in optional.items()}
-    )
+        {spell[name]: shape for name, shape in required.items()}, {spell[name]: s for name, s in optional.items()},
+        ties=(Tie(names, _tie_source(config)),) if names else (),
+    )  # fmt: skip
+
+
+def _tie_source(config: Mapping[str, Any]) -> str:
+    recorded = isinstance(config.get("tie_word_embeddings"), bool)
+    return f"config.json: {'tie_word_embeddings' if recorded else 'what its architecture does unless told otherwise'}"
 
 
 def _family(config: Mapping[str, Any]) -> _Family:

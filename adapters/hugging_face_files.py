@@ -13,73 +13,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from auditor.adapters.adapter import Folder
-from auditor.containers.damage import DamagedError, UnsupportedError
+from auditor.adapters.step_file import Opened
+from auditor.containers.damage import DamagedError
 from auditor.containers.json_document import read_json
 from auditor.containers.pickle_machine import Opaque
 from auditor.containers.safetensors_file import SafetensorsFile, WrongSizeError, read_safetensors
 from auditor.containers.torch_zip import StoredTensor, TorchFile, read_torch_file
-from auditor.model.catalog import File, FileState
 from auditor.model.dtype import DType
-from auditor.storage.store import Entry, Handle, ObjectMissingError, StorageError, Store, changed_since, join
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Opened(Generic[T]):
-    """One file that was opened, or should have been; ``content`` is None where it could not be read."""
-
-    name: str
-    """Within the folder."""
-    state: FileState
-    content: T | None = None
-    detail: str = ""
-    entry: Entry | None = None
-    """As it was opened, else as the folder's listing has it."""
-
-    @property
-    def lost(self) -> bool:
-        """Whether the file is missing or damaged: its tensors are not to be had from this checkpoint."""
-        return self.state in (FileState.MISSING, FileState.DAMAGED)
-
-    def as_file(self, folder: str, container: str) -> File:
-        """The Catalog's record of it."""
-        num_bytes, identity = (self.entry.num_bytes, self.entry.identity) if self.entry else (0, "")
-        return File(
-            join(folder, self.name), num_bytes, identity, self.state, detail=self.detail, container=container
-        )  # fmt: skip
-
-
-def absent(name: str) -> Opened[Any]:
-    """A file that must be there but isn't."""
-    return Opened(name, FileState.MISSING, None, "it is not there")
-
-
-def open_file(
-    store: Store, folder: Folder, name: str, read: Callable[[Handle], T],
-    salvage: Callable[[DamagedError], T | None] = lambda error: None,
-) -> Opened[T]:  # fmt: skip
-    """Open one file and ``read`` it; whatever is wrong with it is in the result.
-
-    ``salvage``: what can still be told of a damaged file, from the error.
-    """
-    listed, path = folder.files.get(name), join(folder.path, name)
-    try:
-        with store.open(path) as handle:
-            return Opened(name, FileState.PRESENT, read(handle), "", handle.entry)
-    except DamagedError as error:
-        if changed_since(store, path, listed):
-            return Opened(name, FileState.CHANGED, None, "it changed while it was read", listed)
-        return Opened(name, FileState.DAMAGED, salvage(error), str(error), listed)
-    except ObjectMissingError:
-        return absent(name)
-    except (UnsupportedError, StorageError) as error:
-        return Opened(name, FileState.UNREADABLE, None, str(error), listed)
+from auditor.storage.store import Handle, Store
 
 
 def open_json(store: Store, folder: Folder, name: str) -> Opened[Mapping[str, Any]]:
@@ -91,7 +37,7 @@ def open_json(store: Store, folder: Folder, name: str) -> Opened[Mapping[str, An
             raise DamagedError("it holds JSON, but no dictionary")
         return content
 
-    return open_file(store, folder, name, read)
+    return Opened.open(store, folder, name, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +119,14 @@ MODEL_KINDS = (Kind("model", "safetensors", "safetensors"), Kind("pytorch_model"
 ADAPTER_KINDS = (Kind("adapter_model", "safetensors", "safetensors"), Kind("adapter_model", "bin", "torch-zip"))
 
 
+def kind_alone(name: str) -> Kind | None:
+    """The kind of a file that is looked at by itself, by its name."""
+    for kind in (*ADAPTER_KINDS, *MODEL_KINDS):
+        if name == kind.single or kind.place(name):
+            return kind
+    return MODEL_KINDS[0] if name.endswith(f".{MODEL_KINDS[0].suffix}") else None
+
+
 def open_weights(store: Store, folder: Folder, name: str, kind: Kind) -> Opened[Weights]:
     """Open one file of weights; what is wrong with it is in the result."""
 
@@ -185,4 +139,4 @@ def open_weights(store: Store, folder: Folder, name: str, kind: Kind) -> Opened[
         # Where only the data is cut, the header tells which tensors are lost.
         return _of_safetensors(error.content) if isinstance(error, WrongSizeError) else None
 
-    return open_file(store, folder, name, read, salvage)
+    return Opened.open(store, folder, name, read, salvage)

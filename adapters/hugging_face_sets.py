@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from auditor.adapters.adapter import Folder
-from auditor.adapters.hugging_face_files import Kind, Opened, absent, open_json
+from auditor.adapters.hugging_face_files import Kind, kind_alone, open_json
+from auditor.adapters.step_file import Opened
 from auditor.model.catalog import FileState
 from auditor.storage.store import Store
 
@@ -77,6 +78,9 @@ def _is_file_name(value: object) -> bool:
 
 def find_set(store: Store, folder: Folder, kind: Kind) -> WeightSet | None:
     """The set of one kind, None where the folder has no file of it."""
+    if folder.alone:
+        (name,) = folder.files
+        return WeightSet(kind, (name,)) if kind_alone(name) == kind else None
     places = {name: place for name in folder.files if (place := kind.place(name))}
     single = kind.single in folder.files
     index = read_index(store, folder, kind.index) if kind.index in folder.files else None
@@ -88,7 +92,7 @@ def find_set(store: Store, folder: Folder, kind: Kind) -> WeightSet | None:
         leftovers = {} if index else dict.fromkeys(places, reason)
         return WeightSet(kind, (kind.single,), index, leftovers, num_families)
     if places:
-        return _numbered(kind, index or Index(absent(kind.index)), places)
+        return _numbered(kind, index or Index(Opened.absent(kind.index)), places)
     return WeightSet(kind, (), index) if index else None
 
 

@@ -8,9 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from auditor.adapters.hugging_face_config import Implied
-from auditor.adapters.hugging_face_files import Opened, StoredArray, Weights
+from auditor.adapters.hugging_face_files import StoredArray, Weights
 from auditor.adapters.hugging_face_sets import WeightSet
+from auditor.adapters.step_file import Opened
 from auditor.model.catalog import Problem, ProblemKind
+from auditor.model.optimizer import Tie
 from auditor.storage.store import join
 
 CONFIG = "config.json"
@@ -63,9 +65,9 @@ class Placed:
         named = self.weights.index.opened.name if self.weights.index else ""
         return named or next(iter(self.weights.names), self.weights.kind.single)
 
-    def problem(self, kind: ProblemKind, file: str, message: str, tensor: str = "") -> None:
-        """Note something wrong with ``file``, a name within the folder."""
-        self.problems.append(Problem(kind, join(self.path, file), message, tensor=tensor))
+    def problem(self, kind: ProblemKind, file: str, message: str, tensor: str = "", *, ignored: bool = False) -> None:
+        """Note something wrong with ``file``, a name within the folder. ``ignored``: no loader looks at it."""
+        self.problems.append(Problem(kind, join(self.path, file), message, tensor=tensor, ignored=ignored))
 
     @property
     def unread(self) -> list[Opened[Weights]]:
@@ -113,6 +115,17 @@ def _place_one(placed: Placed, name: str, holders: Sequence[str]) -> None:
             placed.problem(ProblemKind.METADATA, other, f"holds {name} too, which is taken from {chosen}", name)
 
 
+def ties_in(placed: Placed) -> list[Tie]:
+    """Names that a torch file stores as one view of one storage."""
+    views: dict[object, list[str]] = {}
+    for name, (file, array) in placed.found.items():
+        if array.storage is not None and array.num_bytes > 0:
+            view = file.name, array.storage, array.offset, array.shape, array.strides
+            views.setdefault(view, []).append(name)
+    tied = (sorted(names, key=model_order) for names in views.values() if len(names) > 1)
+    return [Tie(tuple(names), f"one storage in {placed.found[names[0]][0].name}") for names in tied]
+
+
 def check_total(placed: Placed) -> None:
     """The recorded number of bytes, where nothing else is wrong that would explain another one."""
     index = placed.weights.index
@@ -130,8 +143,9 @@ def check_total(placed: Placed) -> None:
         by_storage.setdefault((file, array.offset if array.storage is None else array.storage), array.num_bytes)
     counts = sum(array.num_bytes for _, array in sizes), sum(by_place.values()), sum(by_storage.values())
     if index.total_size not in counts:
-        message = f"records total_size {index.total_size}, the tensors have {counts[1]} bytes"
-        placed.problem(ProblemKind.METADATA, index.opened.name, message)
+        # No loader looks at it, and many public folders have it wrong.
+        message = f"records total_size {index.total_size}, the tensors have {counts[1]} bytes; loaders don't look"
+        placed.problem(ProblemKind.METADATA, index.opened.name, message, ignored=True)
 
 
 def compare(placed: Placed, implied: Implied, leftovers: Mapping[str, Opened[Weights]]) -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 
-from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer
-from auditor.adapters.deepspeed_files import read_file
+from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.megatron_legacy_catalog import MegatronReading
 from auditor.adapters.megatron_legacy_files import RANK, listing, model_files, models_in, recorded_step
+from auditor.adapters.step_file import StepFile
 from auditor.model.catalog import Catalog
-from auditor.storage.store import Store, base_name, join, read_text
+from auditor.storage.store import Store, join, read_text
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _STEP_FOLDER = re.compile(r"iter_(\d{1,15})")
@@ -34,7 +34,7 @@ class MegatronLegacy:
         The step is the one that files record. A single stale file must not decide, so what a file records counts if
         the folder's number or a second file says the same.
         """
-        number = _STEP_FOLDER.fullmatch(base_name(folder.path))
+        number = _STEP_FOLDER.fullmatch(folder_name(store, folder))
         ranks = [name for name in folder.folders if RANK.fullmatch(name)]
         if not ranks:
             return Declined("it has no folders mp_rank_*", 0.2 if number else 0.0)
@@ -46,12 +46,13 @@ class MegatronLegacy:
         seen: list[int] = []
         num_readable = num_models = 0
         for name in names:
-            file = read_file(store, listed, name)
+            file = StepFile.read(store, listed, name)
             num_readable += file.content is not None
             num_models += bool(models_in(file.tree))
             step = recorded_step(file)
             if models_in(file.tree) and step is not None and (step == stated or step in seen):
-                return Match(step, f"{len(names)} rank files; {name} holds model and records iteration={step}")
+                reason = f"{len(names)} rank files; {name} holds model and records iteration={step}"
+                return Match(step, reason, stated)
             seen += [step] if step is not None else []
         if num_readable and not num_models:
             return Declined("no model_optim_rng.pt holds a model", 0.7)

@@ -6,12 +6,15 @@ A stage's files hold the same tensors, so what a lost file held is known from it
 from __future__ import annotations
 
 from auditor.adapters.adapter import Folder, Options
-from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.adapters.deepspeed_files import StepFile
+from auditor.adapters.catalog_builder import CatalogBuilder, Part
 from auditor.adapters.megatron_legacy_files import Place, listing, read_step_files, recorded_step
-from auditor.adapters.megatron_legacy_layout import Chunk, Layout, Part
+from auditor.adapters.megatron_legacy_layout import Chunk, Layout
 from auditor.adapters.megatron_legacy_origin import misplaced
-from auditor.adapters.megatron_legacy_state import RankState, Slot, flat_buffers, fused_step, read_state
+from auditor.adapters.megatron_legacy_state import RankState, Slot, flat_buffers, read_state
+from auditor.adapters.optimizer_index import is_count, settings
+from auditor.adapters.optimizer_record import SavedOptimizer, from_args, record, record_loss_scale
+from auditor.adapters.step_file import StepFile
+from auditor.adapters.ties import distinct, in_one_storage
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Catalog, FileState, Problem, ProblemKind, Role, Scalar
 from auditor.model.mesh import Coordinate
@@ -39,16 +42,21 @@ class MegatronReading:
                 known |= {key: tensor for key, tensor in keys.items() if key not in known}
         self.layout = Layout(self.files, chunks, options)
         self.builder = CatalogBuilder()
+        self.called: dict[tuple[Place, str], str] = {}
+        """Place and path in its file to the name of the tensor in the Catalog."""
 
     def catalog(self, step: int, format_name: str) -> Catalog:
         """The Catalog of the step."""
         for file, coordinate in self.files.all():
-            self.builder.file(file.as_file(self.folder.path, coordinate))
+            self.builder.file(file.as_rank_file(self.folder.path, coordinate))
         for stage in range(self.degrees.pp):
             self._add_stage(stage)
         for place, file in sorted(self.files.optimizers.items()):
             self._add_flat_buffers(place, file)
         self._add_steps()
+        for place in self.states:
+            self._add_optimizers(place)
+        self._add_ties()
         self._add_problems()
         claimed = {file.name for file, _ in self.files.all()} | set(self.files.leftovers)
         listed = listing(self.store, self.folder).files
@@ -76,6 +84,9 @@ class MegatronReading:
                 self._add(place, slot, expected)
         for place in places if not named else ():
             self._add_nameless(place, self.states[place], self.reasons[stage])
+        for place in places if named else ():
+            for (path, role), stored in self.states[place].orphans.items():
+                self._add_alone(place, self.files.models[place], path, role, stored, "")
 
     def _add(self, place: Place, slot: Slot, expected: StoredTensor) -> None:
         """The pieces that one rank file holds of a tensor, or should hold."""
@@ -85,7 +96,8 @@ class MegatronReading:
             (slot.chunk, place[0]), slot.key, expected.shape, place, suffix=slot.suffix, stages=named,
             counter=slot.role is Role.COUNTER,
         )  # fmt: skip
-        tensor = self._tensor(part, slot.role, expected)
+        tensor = self.builder.tensor_of(part, slot.role, expected.dtype)
+        self.called[place, slot.path] = part.name
         stored = self.states[place].slots.get(slot)
         if stored is None:
             if file.state is not FileState.PRESENT:
@@ -96,13 +108,6 @@ class MegatronReading:
             found, wanted = (f"{item.dtype.name}{list(item.shape)}" for item in (stored, expected))
             message = f"holds {slot.path} as {found}, expected is {wanted}"
             self._problem(ProblemKind.RANKS_DISAGREE, file.name, message, place, part.name)
-
-    def _tensor(self, part: Part, role: Role, stored: StoredTensor) -> int:
-        return self.builder.tensor(
-            part.name, role, stored.dtype, part.shape, part.order, replicas=part.replicas,
-            replica_axes=part.replica_axes, stored_once=part.stored_once, placement=part.placement,
-            undetermined=part.undetermined,
-        )  # fmt: skip
 
     def _pieces(
         self, tensor: int, file: StepFile, part: Part, stored: StoredTensor, place: Place, key: str, *,
@@ -125,26 +130,69 @@ class MegatronReading:
     ) -> None:
         coordinate = self.degrees.coordinate(place)
         region = whole(stored.shape)
+        self.called[place, path] = f"{path}@{coordinate}"
         part = Part(f"{path}@{coordinate}", 1 << 40, stored.shape, ((region, 0),), undetermined=reason)
-        self._pieces(self._tensor(part, role, stored), file, part, stored, place, path)
+        self._pieces(self.builder.tensor_of(part, role, stored.dtype), file, part, stored, place, path)
 
     def _add_flat_buffers(self, place: Place, file: StepFile) -> None:
         for path, role, stored in flat_buffers(file):
             reason = "the order of parameters in the distributed optimizer's buffers is not recorded"
             self._add_alone(place, file, path, role, stored, reason)
 
-    # Steps and problems
+    # Steps
 
     def _add_steps(self) -> None:
-        """What each file records of the step, and of the optimizer's own.
-
-        That one may lag behind the iteration: steps are skipped where numbers overflow, optimizers begin anew.
-        """
+        """What each file records of the step. The optimizer's own count may lag behind it: see there."""
         for place, file in sorted(self.files.models.items()):
             name, coordinate = join(self.folder.path, file.name), self.degrees.coordinate(place)
-            for what, value in (("global_steps", recorded_step(file)), ("optimizer_step", fused_step(file))):
-                if value is not None:
+            step, scheduler = recorded_step(file), file.tree.get("opt_param_scheduler")
+            recorded = settings(scheduler) if isinstance(scheduler, dict) else {}
+            scalars = {"global_steps": step} | {f"scheduler.{key}": value for key, value in recorded.items()}
+            for what, value in scalars.items():
+                if is_count(value):
                     self.builder.scalars.append(Scalar(what, float(value), name, coordinate))
+
+    # Optimizer and ties
+
+    def _add_optimizers(self, place: Place) -> None:
+        """What a rank file records of its optimizers besides tensors.
+
+        Their count of steps may lag behind the iteration: steps are skipped where numbers overflow, optimizers begin
+        anew.
+        """
+        file, coordinate = self.files.models[place], self.degrees.coordinate(place)
+        path, kind = join(self.folder.path, file.name), self.files.args.get("optimizer")
+        saved = file.tree.get("optimizer")
+        scaler = saved.get("grad_scaler") if isinstance(saved, dict) else None
+        record_loss_scale(self.builder, self.store, path, coordinate, scaler)
+        before = 0
+        for item in self.states[place].optimizers:
+            names = {number: self.called.get((place, at), at) for number, at in item.names.items()}
+            counted = {
+                number: self.called.get((place, f"{item.path}.state.{number}.step"), names.get(number, ""))
+                for number in {*item.state.tensors, *item.state.counts}
+            }
+            known = [tuple(names[at] for at in group) if names else None for group in item.state.numbers]
+            otherwise = from_args(self.files.args) if kind == "adam" else {}
+            optimizer = kind.lower()[:64] if isinstance(kind, str) else ""
+            record(self.builder, self.store, SavedOptimizer(
+                path, coordinate, item.state, known, counted, optimizer, otherwise, before,
+            ))  # fmt: skip
+            before += len(item.state.groups)
+
+    def _add_ties(self) -> None:
+        ties = []
+        for place, state in self.states.items():
+            named = {
+                self.called[place, slot.path]: tensor
+                for slot, tensor in state.slots.items()
+                if slot.role is Role.PARAMETER and (place, slot.path) in self.called
+            }
+            ties += in_one_storage(named, self.files.models[place].name)
+            ties += self.layout.ties_in(place[0], state.model)
+        self.builder.ties.extend(distinct(ties))
+
+    # Problems
 
     def _add_problems(self) -> None:
         for name in self.files.leftovers:

@@ -16,10 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from auditor.adapters.adapter import Folder
-from auditor.adapters.deepspeed_files import MAX_RANKS, StepFile, absent, megatron_args, read_file
-from auditor.containers.torch_zip import StoredTensor
-from auditor.model.catalog import FileState
+from auditor.adapters.adapter import MAX_RANKS, Folder
+from auditor.adapters.megatron_names import megatron_args
+from auditor.adapters.step_file import StepFile
+from auditor.containers.torch_zip import RecordBudget, StoredTensor
 from auditor.model.mesh import Coordinate, Mesh
 from auditor.storage.store import Entry, StorageError, Store
 
@@ -191,12 +191,10 @@ def read_step_files(store: Store, folder: Folder, *, names_only: bool = False) -
     """
     listed = listing(store, folder)
     read: dict[str, StepFile] = {}
-    told = False
+    told, budget = False, RecordBudget()
     for name in model_files(listed):
         skip = names_only and told
-        read[name] = (
-            StepFile(name, FileState.PRESENT, listed=listed.files[name]) if skip else read_file(store, listed, name)
-        )
+        read[name] = StepFile.unopened(listed, name) if skip else StepFile.read(store, listed, name, budget)
         told = told or bool(megatron_args(read[name]))
     args = next(filter(None, map(megatron_args, read.values())), {})
     degrees, odd = _degrees(read)
@@ -214,8 +212,8 @@ def read_step_files(store: Store, folder: Folder, *, names_only: bool = False) -
         if name not in listed.files and _distributed(args):
             optimizers[place] = _unlisted(store, listed, name)
         elif name in listed.files:
-            unread = StepFile(name, FileState.PRESENT, listed=listed.files[name])
-            optimizers[place] = unread if names_only else read_file(store, listed, name)
+            unread = StepFile.unopened(listed, name)
+            optimizers[place] = unread if names_only else StepFile.read(store, listed, name, budget)
     taken = {file.name for file in models.values()}
     leftovers = [name for name in read if name not in taken]
     return StepFiles(degrees, models, optimizers, args, leftovers, odd)
@@ -224,8 +222,8 @@ def read_step_files(store: Store, folder: Folder, *, names_only: bool = False) -
 def _unlisted(store: Store, listed: Folder, name: str) -> StepFile:
     """A file that must be there but was not listed: missing, unless its folder could not be listed."""
     if name.split("/")[0] in listed.folders:
-        return read_file(store, listed, name)
-    return absent(name)
+        return StepFile.read(store, listed, name)
+    return StepFile.absent(name)
 
 
 def _distributed(args: Mapping[str, object]) -> bool:

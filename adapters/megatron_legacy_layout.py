@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from auditor.adapters.adapter import Options
+from auditor.adapters.catalog_builder import Part
 from auditor.adapters.megatron_legacy_files import Place, StepFiles
 from auditor.adapters.megatron_names import Placed, core_sizes_from, place, rule_for
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.mesh import Coordinate, Placement, Replicate, coordinates_along, global_shape, local_box
+from auditor.model.optimizer import Tie
 from auditor.model.region import Box, whole
 
 _LAYERS = re.compile(r"((?:.*?\.)?layers\.)(\d{1,6})(\..*)")
@@ -27,6 +28,7 @@ _OTHER_MODEL_PARTS = {"encoder.layers.": "encoder_num_layers", "decoder.layers."
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEADS = {"output_layer.weight": _EMBEDDING, "word_embeddings_for_head.weight": f"language_model.{_EMBEDDING}"}
 """Key of the tied weight on the last stage to the tensor that it is a replica of."""
+_TIED_BY = "args: untie_embeddings_and_output_weights is False"
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")
 _ORDER_PER_CHUNK = 1 << 24
 
@@ -37,22 +39,6 @@ Chunk = tuple[int, int]
 def is_buffer(key: str) -> bool:
     """Whether a key names what is saved with the model but not trained."""
     return key.endswith(_BUFFERS)
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's part of a tensor: which tensor, and where in it."""
-
-    name: str
-    order: int
-    shape: tuple[int, ...]
-    boxes: tuple[tuple[Box, int], ...]
-    """Where it lies in the whole tensor, each box with its first row in the stored part."""
-    replica_axes: tuple[str, ...] = ()
-    replicas: tuple[Coordinate, ...] = ()
-    stored_once: tuple[str, ...] = ()
-    placement: Placement | None = None
-    undetermined: str = ""
 
 
 class Layout:
@@ -103,6 +89,17 @@ class Layout:
         untied = self.args.get("untie_embeddings_and_output_weights")
         # The older key exists only for tied weights; the newer one is an output layer of its own unless said otherwise.
         return tied if untied is False or key != "output_layer.weight" else ""
+
+    def ties_in(self, stage: int, model: Mapping[int, Mapping[str, StoredTensor]]) -> list[Tie]:
+        """Embeddings and heads that one rank file holds under a name each, though the arguments tie them."""
+        if self.args.get("untie_embeddings_and_output_weights") is not False:
+            return []
+        return [
+            Tie((self.name((number, stage), embedding), self.name((number, stage), head)), _TIED_BY)
+            for number, keys in model.items()
+            for head, embedding in _HEADS.items()
+            if head in keys and embedding in keys
+        ]
 
     def _prefixes(self) -> set[str]:
         return {found[1] for keys in self.chunks.values() for key in keys if (found := _LAYERS.fullmatch(key))}

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from auditor.adapters.adapter import Folder
-from auditor.adapters.deepspeed_files import StepFile, megatron_args
 from auditor.adapters.megatron_legacy_files import Place, StepFiles
+from auditor.adapters.megatron_names import megatron_args
+from auditor.adapters.step_file import StepFile
 from auditor.containers.damage import DamagedError
 from auditor.containers.zip_directory import read_directory
 from auditor.storage.store import StorageError, Store, join

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from auditor.adapters.deepspeed_files import StepFile, megatron_args
 from auditor.adapters.megatron_legacy_files import flattened, models_in
 from auditor.adapters.megatron_legacy_layout import is_buffer
+from auditor.adapters.megatron_names import megatron_args
 from auditor.adapters.optimizer_index import (
     ROLES,
     Attached,
@@ -26,6 +26,7 @@ from auditor.adapters.optimizer_index import (
     split_by_decay,
     undecayed,
 )
+from auditor.adapters.step_file import StepFile
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Role
 
@@ -55,6 +56,21 @@ class RankState:
     """Optimizer state by its path in the file, whether or not it also has a name."""
     reason: str = ""
     """Why the optimizer's state has no names."""
+    orphans: Mapping[tuple[str, Role], StoredTensor] = field(default_factory=dict)
+    """State of numbers that no parameter group has, by its path in the file."""
+    optimizers: tuple[NumberedState, ...] = ()
+    """What is recorded of each optimizer besides tensors; several where they are chained."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedState:
+    """One optimizer's groups and the parameters that its numbers stand for."""
+
+    path: str
+    """Where in the file it is."""
+    state: IndexedState
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Parameter number to the path of the parameter in the file; empty where that isn't known."""
 
 
 def read_state(file: StepFile) -> RankState:
@@ -75,15 +91,39 @@ def read_state(file: StepFile) -> RankState:
             seen.add(place)
     saved = file.tree.get("optimizer")
     if isinstance(saved, list):
-        named = {f"optimizer.{at}": item for at, item in enumerate(saved)}
-        nameless = {entry: tensor for path, item in named.items() for entry, tensor in _nameless(item, path)}
+        chained = {f"optimizer.{at}": item for at, item in enumerate(saved)}
+        nameless = {entry: tensor for path, item in chained.items() for entry, tensor in _nameless(item, path)}
         reason = "several optimizers are chained: which parameters each has is not recorded" if nameless else ""
-        return RankState(model, slots, nameless, reason)
+        optimizers = tuple(found for path, item in chained.items() for found in _numbered(item, path, {}))
+        return RankState(model, slots, nameless, reason, optimizers=optimizers)
     nameless = dict(_nameless(saved, "optimizer"))
+    attached = _attached(saved, parameters, apply_to_qk=bool(megatron_args(file).get("apply_wd_to_qk_layernorm")))
+    optimizers = tuple(_numbered(saved, "optimizer", attached.names))
     if not nameless:
-        return RankState(model, slots)
-    found, reason = _named(saved, parameters, apply_to_qk=bool(megatron_args(file).get("apply_wd_to_qk_layernorm")))
-    return RankState(model, slots | found, nameless, reason)
+        return RankState(model, slots, optimizers=optimizers)
+    found, reason = _named(saved, parameters, attached)
+    if reason:
+        return RankState(model, slots, nameless, reason, optimizers=tuple(_numbered(saved, "optimizer", {})))
+    return RankState(model, slots | found, nameless, "", _orphans(optimizers, nameless), optimizers)
+
+
+def _numbered(saved: object, path: str, names: Mapping[int, str]) -> Iterator[NumberedState]:
+    """One optimizer's groups; those of a distributed one don't say which parameters they have."""
+    state, _, inside, _ = _parts(saved)
+    if state is None and isinstance(saved, dict):
+        inner = saved.get("optimizer") if inside else saved
+        groups = inner.get("param_groups") if isinstance(inner, dict) else None
+        if isinstance(groups, list) and all(isinstance(group, dict) for group in groups):
+            state = IndexedState(tuple(groups), tuple(() for _ in groups), {})
+    if state is not None:
+        yield NumberedState(f"{path}{inside}", state, names)
+
+
+def _orphans(
+    optimizers: tuple[NumberedState, ...], nameless: Mapping[tuple[str, Role], StoredTensor]
+) -> dict[tuple[str, Role], StoredTensor]:
+    heads = tuple(f"{item.path}.state.{number}." for item in optimizers for number in item.state.orphans)
+    return {entry: tensor for entry, tensor in nameless.items() if heads and entry[0].startswith(heads)}
 
 
 def _parts(saved: object) -> tuple[IndexedState | None, list[list[StoredTensor]], str, str]:
@@ -110,26 +150,32 @@ def _nameless(saved: object, path: str) -> Iterator[tuple[tuple[str, Role], Stor
             yield (f"{path}{key}.{at}.{number}", Role.MASTER), tensor
 
 
-def _named(
-    saved: Any, parameters: Mapping[str, tuple[int, str, StoredTensor]], *, apply_to_qk: bool
-) -> tuple[dict[Slot, StoredTensor], str]:
-    """State and masters with the parameters they belong to, or the reason why that isn't known."""
-    state, masters, inside, key = _parts(saved)
+def _attached(saved: Any, parameters: Mapping[str, tuple[int, str, StoredTensor]], *, apply_to_qk: bool) -> Attached:
+    """The parameters that the optimizer's numbers stand for."""
+    state, _, _, _ = _parts(saved)
     if state is None:
-        return {}, "the optimizer's parameter groups are not recorded"
+        return Attached({}, (), "the optimizer's parameter groups are not recorded")
     shapes = {path: tensor.shape for path, (_, _, tensor) in parameters.items()}
 
     def exempt(name: str, shape: tuple[int, ...]) -> bool:
         normalised = "q_layernorm." in name or "k_layernorm." in name
         return undecayed(name, shape) and not (apply_to_qk and normalised)
 
-    attached = attach(shapes, state, [split_by_decay(shapes, state, exempt)])
+    return attach(shapes, state, [split_by_decay(shapes, state, exempt)])
+
+
+def _named(
+    saved: Any, parameters: Mapping[str, tuple[int, str, StoredTensor]], attached: Attached
+) -> tuple[dict[Slot, StoredTensor], str]:
+    """State and masters with the parameters they belong to, or the reason why that isn't known."""
+    state, masters, inside, key = _parts(saved)
     found: dict[Slot, StoredTensor] = {}
-    for number, what, tensor in state.flat() if attached.names else ():
-        chunk, name, _ = parameters[attached.names[number]]
-        role, full = role_and_name(name, what)
-        suffix = full.removeprefix(name)
-        found[Slot(chunk, name, role, suffix, f"optimizer{inside}.state.{number}.{what}")] = tensor
+    for number, what, tensor in state.flat() if state else ():
+        if number in attached.names:
+            chunk, name, _ = parameters[attached.names[number]]
+            role, full = role_and_name(name, what)
+            suffix = full.removeprefix(name)
+            found[Slot(chunk, name, role, suffix, f"optimizer{inside}.state.{number}.{what}")] = tensor
     of_masters = _masters(masters, attached, parameters, key)
     if attached.reason or of_masters is None:
         return {}, attached.reason or "the fp32 masters fit no known order of the model's parameters"
@@ -153,14 +199,6 @@ def _masters(
         for number, (tensor, (chunk, name, _)) in enumerate(zip(group, halves, strict=True)):
             found[Slot(chunk, name, Role.MASTER, "", f"optimizer{key}.{at}.{number}")] = tensor
     return found
-
-
-def fused_step(file: StepFile) -> float | None:
-    """The optimizer's step where it is a number in the first group (Apex and Transformer Engine keep it there)."""
-    state, _, _, _ = _parts(file.tree.get("optimizer"))
-    step = state.groups[0].get("step") if state and state.groups else None
-    usable = isinstance(step, (int, float)) and not isinstance(step, bool) and abs(step) < 1 << 53
-    return float(step) if usable and step is not None else None
 
 
 def flat_buffers(file: StepFile) -> Iterator[tuple[str, Role, StoredTensor]]:

@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from auditor.adapters.step_file import StepFile
+from auditor.containers.pickle_machine import Opaque
 from auditor.model.mesh import Replicate, Shard
+
+
+def megatron_args(file: StepFile) -> Mapping[str, object]:
+    """Megatron's ``args`` as saved in an mp_rank file, empty where they aren't."""
+    args = file.tree.get("args")
+    return args.attributes() if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)

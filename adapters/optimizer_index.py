@@ -10,18 +10,22 @@ are usual:
 - *split by decay*: the same order, dealt out to a group with weight decay and one without (biases and what has one
   dim). Source: Megatron-LM ``megatron/core/optimizer/__init__.py`` (``_get_param_groups``) and many training scripts.
 
+Since torch 2.6 an optimizer that was handed ``named_parameters()`` records the names, as ``param_names`` of each group.
+
 Nothing is guessed: an order counts only if every group has as many parameters as it says and every stored moment has
-its parameter's shape, and names are attached only if all orders that fit agree.
+its parameter's shape, and names are attached only if all orders that fit agree. Where none fits, one under which most
+moments do is taken if no other order could make the rest fit: then it is the state that is damaged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Role
+from auditor.model.optimizer import Hyperparameter
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Parameter name to shape, in the order of the model."""
@@ -34,6 +38,12 @@ ROLES = {
 }  # fmt: skip
 """What torch's optimizers call their state. Other tensors are moments under a name of their own."""
 MAX_PARAMETERS = 1 << 20
+MAX_SETTINGS = 64
+"""Hyperparameters of one group, and numbers in one of them, that are looked at."""
+_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""What has its parameter's shape in every optimizer."""
+_NO_SETTINGS = frozenset({"params", "param_names", "step", "foreach", "fused", "capturable", "differentiable"})
+"""What groups hold besides hyperparameters: who is in them, how far they are, how the arithmetic is carried out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +56,13 @@ class IndexedState:
     """Each group's parameters."""
     tensors: Mapping[int, Mapping[str, StoredTensor]]
     """Parameter number to what is kept for it."""
+    counts: Mapping[int, float] = field(default_factory=dict)
+    """Parameter number to the count of its steps, where that is kept as a plain number."""
+
+    @property
+    def orphans(self) -> frozenset[int]:
+        """Numbers that no group has."""
+        return frozenset(self.tensors).difference(*self.numbers)
 
     def flat(self) -> Iterator[tuple[int, str, StoredTensor]]:
         """All stored tensors with their parameter's number and their key."""
@@ -81,7 +98,37 @@ def indexed_state(value: object) -> IndexedState | None:
         for number, kept in state.items()
         if type(number) is int and isinstance(kept, dict)
     }
-    return IndexedState(tuple(groups), tuple(tuple(of_group or ()) for of_group in numbers), tensors)
+    counts = {
+        number: float(kept["step"])
+        for number, kept in state.items()
+        if type(number) is int and isinstance(kept, dict) and is_count(kept.get("step"))
+    }
+    return IndexedState(tuple(groups), tuple(tuple(of_group or ()) for of_group in numbers), tensors, counts)
+
+
+def is_count(value: object) -> TypeGuard[int | float]:
+    """Whether a value may be a count of steps."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1 << 53
+
+
+def is_setting(key: object) -> bool:
+    """Whether a group's entry under this key is a hyperparameter."""
+    return isinstance(key, str) and key not in _NO_SETTINGS and len(key) <= MAX_SETTINGS
+
+
+def settings(group: Mapping[Any, Any]) -> dict[str, Hyperparameter]:
+    """The hyperparameters of one group; those kept as tensors, and objects of any other kind, are left out."""
+    found: dict[str, Hyperparameter] = {}
+    for key, value in [*group.items()][:MAX_SETTINGS]:
+        if not is_setting(key):
+            continue
+        if value is None or isinstance(value, (bool, float)) or (isinstance(value, str) and len(value) < 256):
+            found[key] = value
+        elif isinstance(value, int) and abs(value) < 1 << 53:
+            found[key] = float(value)
+        elif isinstance(value, (list, tuple)) and len(value) <= MAX_SETTINGS and all(map(is_count, value)):
+            found[key] = tuple(map(float, value))
+    return found
 
 
 def consecutive(shapes: Shapes, state: IndexedState) -> Order | None:
@@ -112,14 +159,30 @@ def split_by_decay(
     return order if whole and tuple(map(len, order)) == tuple(map(len, state.numbers)) else None
 
 
+def named(shapes: Shapes, state: IndexedState) -> Order | None:
+    """The order that the groups record by name; None where they don't, or name what the model does not have."""
+    order = []
+    for group, numbers in zip(state.groups, state.numbers, strict=True):
+        names = group.get("param_names")
+        if not isinstance(names, list) or len(names) != len(numbers) or not all(isinstance(n, str) for n in names):
+            return None
+        order.append(tuple(name if name in shapes else f"module.{name}" for name in names))
+    known = all(name in shapes for names in order for name in names)
+    return tuple(order) if known and any(order) else None
+
+
 def attach(shapes: Shapes, state: IndexedState, orders: Sequence[Order | None]) -> Attached:
     """Names for the numbers of ``state``, if exactly one of ``orders`` fits counts and shapes."""
-    known = [order for order in orders if order is not None]
+    recorded = named(shapes, state)
+    known = [recorded] if recorded else [order for order in orders if order is not None]
     if not known:
         num_handed = sum(map(len, state.numbers))
         reason = f"the optimizer has {num_handed} parameters in {len(state.numbers)} groups; no known order of the "
         return Attached({}, (), f"{reason}model's {len(shapes)} fits that")
-    fitting = {order: names for order in known if (names := _names(shapes, state, order)) is not None}
+    numbered = {order: names for order in known if (names := _numbered(state, order)) is not None}
+    fitting = {order: names for order, names in numbered.items() if not _misfits(shapes, state, names)}
+    if not fitting:
+        fitting = {order: names for order, names in numbered.items() if recorded or _damaged(shapes, state, names)}
     if not fitting:
         return Attached({}, (), "shapes of the optimizer's state fit no known order of the model's parameters")
     if len({tuple(sorted(names.items())) for names in fitting.values()}) > 1:
@@ -128,20 +191,51 @@ def attach(shapes: Shapes, state: IndexedState, orders: Sequence[Order | None]) 
     return Attached(names, order)
 
 
-def _names(shapes: Shapes, state: IndexedState, order: Order) -> dict[int, str] | None:
-    """Numbers to names by ``order``, or None where some stored tensor's shape is not its parameter's."""
+def _numbered(state: IndexedState, order: Order) -> dict[int, str] | None:
+    """Numbers to names by ``order``, or None where the counts don't fit."""
     names: dict[int, str] = {}
     for numbers, of_group in zip(state.numbers, order, strict=True):
         if len(numbers) != len(of_group):
             return None
         names |= dict(zip(numbers, of_group, strict=True))
-    if len(names) != sum(map(len, order)) or not state.tensors.keys() <= names.keys():
-        return None
-    for number, key, tensor in state.flat():
-        # Counters are kept without dims whatever the parameter's shape is.
-        if tensor.shape != shapes[names[number]] and (key != "step" or tensor.num_elements != 1):
-            return None
-    return names
+    return names if len(names) == sum(map(len, order)) else None
+
+
+def _misfits(shapes: Shapes, state: IndexedState, names: Mapping[int, str]) -> dict[int, tuple[int, ...]]:
+    """Parameter numbers whose state has not the parameter's shape, with the shape that it has."""
+    found: dict[int, tuple[int, ...]] = {}
+    for number, kept in state.tensors.items():
+        if number in names and (odd := _misfit(kept, shapes[names[number]])) is not None:
+            found[number] = odd
+    return found
+
+
+def _misfit(kept: Mapping[str, StoredTensor], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of what is kept for a parameter, if it isn't that of the parameter."""
+    for key in _SHAPED:
+        if key in kept and kept[key].shape != shape:
+            return kept[key].shape
+    # Counters and the like have one element whatever the parameter's shape is; factors lack one dim of two.
+    sized = {key: tensor.shape for key, tensor in kept.items() if tensor.num_elements != 1}
+    row, column = shape[:-1], (*shape[:-2], *shape[-1:])
+    factors = {
+        "exp_avg_sq_row": row, "exp_avg_sq_col": column, "row_var": (*row, 1), "col_var": (*shape[:-2], 1, *shape[-1:]),
+    }  # fmt: skip
+    fits = any(stored in (shape, factors.get(key)) for key, stored in sized.items())
+    return None if fits or not sized else next(iter(sized.values()))
+
+
+def _damaged(shapes: Shapes, state: IndexedState, names: Mapping[int, str]) -> bool:
+    """Whether some state has a shape that no order would explain, while most fits.
+
+    Another order deals the same shapes out otherwise; shapes that none of the parameters concerned has are foreign in
+    any. Of ``model.parameters()`` in one group, two that have each other's shape are taken for exchanged.
+    """
+    odd = _misfits(shapes, state, names)
+    wanted = sorted(shapes[names[number]] for number in odd)
+    foreign = not set(odd.values()) & set(wanted)
+    exchanged = len(odd) == 2 and len(state.groups) == 1 and sorted(odd.values()) == wanted
+    return 2 * len(odd) < len(state.tensors) and (foreign or exchanged)
 
 
 def role_and_name(name: str, key: str) -> tuple[Role, str]:

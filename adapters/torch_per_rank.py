@@ -17,13 +17,16 @@ from __future__ import annotations
 import re
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer
-from auditor.adapters.deepspeed_files import read_file
+from auditor.adapters.step_file import StepFile
 from auditor.adapters.torch_per_rank_catalog import PerRankReading
 from auditor.adapters.torch_per_rank_files import STEPS, Series, rank_state, recorded, series_in
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Store, base_name
 
 _STEP_FOLDER = re.compile(r"(?:.*\D)?(\d{1,15})")
+
+
+_TORCH_NAMES = (".pt", ".pth")
 
 
 class TorchPerRank:
@@ -53,7 +56,7 @@ class TorchPerRank:
         steps: list[int] = []
         num_models = world = 0
         for name in series.names.values():
-            file = read_file(store, folder, name)
+            file = StepFile.read(store, folder, name)
             if file.content and not rank_state(file).found:
                 return Declined(f"{name} holds no model's state dict", 0.2)
             num_models += file.content is not None
@@ -63,6 +66,12 @@ class TorchPerRank:
             # A stale file must not decide alone: the folder's number or another file has to agree.
             if file.content and (step is None or step == stated or steps.count(step) > 1):
                 break
+        if folder.alone:
+            (name,) = folder.files
+            if not num_models and not name.endswith(_TORCH_NAMES):
+                return Declined("it could not be read as a torch file", 0.1)
+            reason = "a torch file with a model" if num_models else "a torch file by name"
+            return Match(steps[0] if steps else 0, reason)
         if not num_models:
             return Declined(f"none of {len(series.names)} rank files could be read", 0.4)
         if len(series.names) < 2 and world < 2:

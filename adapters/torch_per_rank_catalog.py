@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
-from auditor.adapters.adapter import Folder, Options
+from auditor.adapters.adapter import MAX_RANKS, Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.adapters.deepspeed_files import MAX_RANKS, StepFile, absent, read_file
 from auditor.adapters.optimizer_index import (
     ROLES,
     Attached,
+    IndexedState,
     attach,
     consecutive,
     indexed_state,
     role_and_name,
     split_by_decay,
 )
+from auditor.adapters.optimizer_record import SavedOptimizer, record, record_loss_scale
+from auditor.adapters.step_file import StepFile
+from auditor.adapters.ties import distinct, in_one_storage
 from auditor.adapters.torch_per_rank_files import NAME, STEPS, Series, is_buffer, parallel_setting, rank_state, recorded
-from auditor.containers.torch_zip import StoredTensor
+from auditor.containers.torch_zip import RecordBudget, StoredTensor
 from auditor.model.catalog import Catalog, File, FileState, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import FLOAT32
 from auditor.model.mesh import Coordinate, Mesh, Placement, Replicate, Shard, global_shape, local_box
@@ -26,6 +30,7 @@ from auditor.model.region import whole
 from auditor.storage.store import Store, join
 
 _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+_SCALERS = ("scaler", "grad_scaler", "scaler_state_dict")
 _WRAPPER = "module."
 
 Slot = tuple[Role, str, str]
@@ -36,26 +41,37 @@ class PerRankReading:
     """One step being read."""
 
     def __init__(self, store: Store, folder: Folder, series: Series, options: Options) -> None:
-        self.folder, self.series, self.options = folder, series, options
+        self.store, self.folder, self.series, self.options = store, folder, series, options
         read: dict[int, StepFile] = {}
         worlds: Counter[int] = Counter()
+        budget = RecordBudget()
         for rank, name in sorted(series.names.items()):
             skip = options.names_only and worlds
-            unread = StepFile(name, FileState.PRESENT, listed=folder.files[name])
-            read[rank] = unread if skip else read_file(store, folder, name)
+            unread = StepFile.unopened(folder, name)
+            read[rank] = unread if skip else StepFile.read(store, folder, name, budget)
             world = recorded(read[rank], "world_size")
             worlds.update([world] if world and world <= MAX_RANKS else [])
         self.world = worlds.most_common(1)[0][0] if worlds else 1 + max(read, default=0)
+        if folder.alone:
+            self.world = max(self.world, *(rank + 1 for rank in read))
         self.leftovers = [*series.doubles, *(series.names[rank] for rank in read if rank >= self.world)]
-        self.files = {rank: read[rank] if rank in read else absent(series.name(rank)) for rank in range(self.world)}
+        ranks = read if folder.alone else range(self.world)
+        self.files = {rank: read[rank] if rank in read else StepFile.absent(series.name(rank)) for rank in ranks}
+        of_rank = folder.alone and (self.world > 1 or bool(series.tail))
+        self.others = "one rank's file was named: the other ranks' were not looked at" if of_rank else ""
+        alone = "a single file was named: what belongs to it is not known" if folder.alone else ""
+        self.unseen = self.others or alone
         self.states = {rank: rank_state(file) for rank, file in self.files.items() if file.content}
         self.mesh = Mesh((("dp", self.world),), ordered=True)
         self.wrapped = all(
             key.startswith(_WRAPPER) for s in self.states.values() for key in (*s.model, *s.parts)
         )  # DDP's own prefix is no part of the model's names; a model may also have a submodule called `module`.
-        self.replicas = tuple(Coordinate.of(dp=rank) for rank in range(self.world)) if self.world > 1 else ()
+        replicated = self.world > 1 and not self.others
+        self.replicas = tuple(Coordinate.of(dp=rank) for rank in range(self.world)) if replicated else ()
         self.doubt = self._doubt()
         self.builder = CatalogBuilder()
+        self.called: dict[tuple[int, str], str] = {}
+        """Rank and key in its file to the name of the tensor in the Catalog."""
 
     def _doubt(self) -> str:
         """What says that rank files are no replicas."""
@@ -72,24 +88,30 @@ class PerRankReading:
         names = self._attached()
         for rank in self.states:
             for path, (number, key, tensor) in nameless[rank].items():
+                role = ROLES.get(key, Role.MOMENT)
                 if names.reason:
-                    role = ROLES.get(key, Role.MOMENT)
                     self._add_alone(rank, (role, path, path), tensor, 1 << 40, names.reason)
+                elif number not in names.names:
+                    slots[rank][role, path, path] = tensor
                 else:
                     role, name = role_and_name(self._name(names.names[number]), key)
                     slots[rank][role, name, path] = tensor
         self._add_tensors(slots)
         self._add_parts()
+        for rank in self.states:
+            self._add_optimizer(rank, names)
+        self._add_ties()
         self._add_scalars_and_problems()
         claimed = {file.name for file in self.files.values()} | set(self.leftovers)
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in claimed]
         opaque: Counter[str] = Counter()
         for file in self.files.values():
             opaque.update(file.content.opaque if file.content else {})
-        return self.builder.build(step, self.folder.path, format_name, self.mesh, opaque, unclaimed)
+        catalog = self.builder.build(step, self.folder.path, format_name, self.mesh, opaque, unclaimed)
+        return replace(catalog, unseen=self.unseen)
 
     def _as_file(self, rank: int, file: StepFile) -> File:
-        return file.as_file(self.folder.path, Coordinate.of(dp=rank))
+        return file.as_rank_file(self.folder.path, Coordinate.of(dp=rank))
 
     def _name(self, key: str) -> str:
         return key.removeprefix(_WRAPPER) if self.wrapped else key
@@ -105,20 +127,24 @@ class PerRankReading:
 
     def _state(self, rank: int) -> Iterator[tuple[str, tuple[int, str, StoredTensor]]]:
         """Optimizer state by its path in the file."""
-        tree = self.files[rank].tree
-        saved = next((key for key in _OPTIMIZERS if key in tree), "")
-        state = indexed_state(tree.get(saved))
+        saved, state = self._saved(rank)
         for number, key, tensor in state.flat() if state else ():
             yield f"{saved}.state.{number}.{key}", (number, key, tensor)
+
+    def _saved(self, rank: int) -> tuple[str, IndexedState | None]:
+        """Where a file keeps the optimizer's state, and that state."""
+        tree = self.files[rank].tree
+        saved = next((key for key in _OPTIMIZERS if key in tree), "")
+        return saved, indexed_state(tree.get(saved))
 
     def _attached(self) -> Attached:
         """Names for parameter numbers, on which all files must agree."""
         found: Attached | None = None
-        for rank, state in self.states.items():
-            tree = self.files[rank].tree
-            saved = indexed_state(next((tree[key] for key in _OPTIMIZERS if key in tree), None))
-            if saved is None or not saved.tensors:
-                continue
+        optimizers = {rank: saved for rank in self.states if (saved := self._saved(rank)[1])}
+        # An optimizer that has not taken a step keeps nothing by which orders could be told apart.
+        stateful = {rank: saved for rank, saved in optimizers.items() if saved.tensors}
+        for rank, saved in (stateful or optimizers).items():
+            state = self.states[rank]
             shapes = {key: tensor.shape for key, tensor in state.parameters().items()}
             orders = [consecutive(shapes, saved), split_by_decay(shapes, saved)]
             orders.append(split_by_decay(shapes, saved, lambda name, shape: name.endswith("bias")))
@@ -154,6 +180,8 @@ class PerRankReading:
             return None, "rank files hold it with different shapes or dtypes"
         if len(held) < len(self.states):
             return None, "not every rank file holds it"
+        if isinstance(stated, Shard) and self.others:
+            return None, self.others
         if isinstance(stated, Shard) and slot[0] is not Role.COUNTER:
             dims = len(next(iter(held.values())).shape)
             return (
@@ -170,7 +198,7 @@ class PerRankReading:
         shape = global_shape(expected.shape, placement, self.mesh)
         tensor = self.builder.tensor(
             name, role, expected.dtype, shape, order, replicas=replicas, replica_axes=("dp",) if replicas else (),
-            placement=placement,
+            placement=placement, undetermined=self.others,
         )  # fmt: skip
         for rank, file in self.files.items():
             stored = held.get(rank)
@@ -179,6 +207,7 @@ class PerRankReading:
             coordinate = Coordinate.of(dp=rank)
             box = local_box(expected.shape, placement, self.mesh, coordinate)
             number = self.builder.file_id(join(self.folder.path, file.name))
+            self.called[rank, key] = name
             source = stored or expected
             offset = stored.offset if stored else 0
             self.builder.piece(tensor, number, offset, box, coordinate, key=key, strides=source.strides)
@@ -190,6 +219,7 @@ class PerRankReading:
         tensor = self.builder.tensor(
             f"{name}@{coordinate}", role, stored.dtype, stored.shape, order, undetermined=reason
         )
+        self.called[rank, key] = f"{name}@{coordinate}"
         number = self.builder.file_id(join(self.folder.path, self.files[rank].name))
         self.builder.piece(
             tensor, number, stored.offset, whole(stored.shape), coordinate, key=key, strides=stored.strides
@@ -199,6 +229,39 @@ class PerRankReading:
         """Records of parts are not read; that they are there must show."""
         for key in dict.fromkeys(key for state in self.states.values() for key in state.parts):
             self.builder.tensor(self._name(key), Role.OBJECT, FLOAT32, (0,), 1 << 41, undetermined=self.doubt)
+
+    # Optimizer and ties
+
+    def _add_optimizer(self, rank: int, names: Attached) -> None:
+        """What a file records of its optimizer besides tensors."""
+        path, coordinate = join(self.folder.path, self.files[rank].name), Coordinate.of(dp=rank)
+        tree = self.files[rank].tree
+        for scaler in (tree[key] for key in _SCALERS if key in tree):
+            record_loss_scale(self.builder, self.store, path, coordinate, scaler)
+        saved, state = self._saved(rank)
+        if state is None or self.options.names_only:
+            return
+        called = {number: self._parameter(rank, name) for number, name in names.names.items()}
+        counted = {
+            number: self.called.get((rank, f"{saved}.state.{number}.step"), called.get(number, ""))
+            for number in {*state.tensors, *state.counts}
+        }
+        groups = [
+            tuple(called[number] for number in numbers) if called.keys() >= set(numbers) and called else None
+            for numbers in state.numbers
+        ]
+        record(self.builder, self.store, SavedOptimizer(path, coordinate, state, groups, counted))
+
+    def _parameter(self, rank: int, key: str) -> str:
+        """The name in the Catalog of what a rank's state dict calls ``key``."""
+        return self.called.get((rank, f"{self.states[rank].path}{key}"), self._name(key))
+
+    def _add_ties(self) -> None:
+        ties = []
+        for rank, state in self.states.items():
+            named = {self._name(key): t for key, t in state.model.items() if not is_buffer(key, t)}
+            ties += in_one_storage(named, self.files[rank].name)
+        self.builder.ties.extend(distinct(ties))
 
     # Scalars and problems
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from auditor.adapters.adapter import Folder
-from auditor.adapters.deepspeed_files import MAX_RANKS, StepFile
+from auditor.adapters.adapter import MAX_RANKS, Folder
+from auditor.adapters.step_file import StepFile
 from auditor.containers.pickle_machine import Global, Opaque
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.dtype import Kind
@@ -43,7 +43,13 @@ class Series:
 
 
 def series_in(folder: Folder) -> list[Series]:
-    """The series in a folder, those with most files first."""
+    """The series in a folder, those with most files first; of a file that is looked at by itself, its own."""
+    if folder.alone:
+        (name,) = folder.files
+        found = NAME.fullmatch(name)
+        if found is None or _OTHER_AXIS.fullmatch(found["head"]) or int(found["rank"]) >= MAX_RANKS:
+            return [Series(name, "", {0: name})]
+        return [Series(found["head"], found["tail"], {int(found["rank"]): name})]
     names: dict[tuple[str, str], dict[int, str]] = {}
     doubles: dict[tuple[str, str], list[str]] = {}
     for name in folder.files:

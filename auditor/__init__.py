@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import zarr
 
+    from auditor.exporting import Exported
     from auditor.reports import Report
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "check", "open_zarr"]
+__all__ = ["__version__", "check", "export", "open_zarr"]
 
 
 def check(path: str, **choices: Any) -> Report:
@@ -41,3 +42,19 @@ def open_zarr(path: str) -> zarr.Group:
 
     store = LocalStore(path)
     return open_group(run_tree(store, step_nodes(store)))
+
+
+def export(path: str, target: str, **choices: Any) -> Exported:
+    """Write the run under a local path as a Zarr store, as `auditor export` does.
+
+    ``choices``: ``steps`` and ``tensors``, as the command's options.
+
+    Raises:
+        auditor.errors.UsageError: a choice that there isn't; the target is something else, or lies in the run.
+        auditor.errors.AuditorError: as :func:`auditor.exporting.export`.
+    """
+    from auditor.configuration import make_settings
+    from auditor.exporting import export as export_run
+    from auditor.storage.local import LocalStore
+
+    return export_run(LocalStore(path), target, make_settings(choices))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from functools import partial
 
 from auditor.adapters.adapter import TreeAdapter
@@ -36,7 +36,7 @@ from auditor.storage.store import Entry, StorageError, Store
 from auditor.storage.throttled import ThrottledStore
 from auditor.storage.union import UnionStore
 from auditor.storage.writer import FolderWriter
-from auditor.timeline.findings import findings
+from auditor.timeline.findings import findings, findings_of_no_step
 from auditor.timeline.last_good import NEEDED, last_good
 
 LARGE_RUN_BYTES = 16 << 30
@@ -72,9 +72,7 @@ def audit(
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
     if settings.tensors and not any(run.coverage.num_tensors for run in runs):
         raise NothingToAuditError(f"{store.location}: no tensor matches --tensors {settings.tensors}")
-    today = datetime.fromtimestamp(job.now, UTC).date()
-    expired = tuple(waiver for waiver in settings.waivers if waiver.expired(today))
-    return Report(store.location, runs, settings, expired)
+    return Report(store.location, runs, settings)
 
 
 def audit_share(
@@ -296,7 +294,7 @@ class _Audit:
             replace(step, judgements={k: j for k, j in judged.get(step.state.step, {}).items() if k in ids})
             for step in report.steps
         ]
-        report.findings = self.accept(findings(judged, self.chosen))
+        report.findings = self.accept(findings(judged, self.chosen) + self.beside(report))
         accepted = {item.id for item in report.findings if item.accepted}
         open_ids = {item.id for item in report.findings if not item.accepted}
         serious = {item.id for item in self.judged if item.severity >= self.settings.fail_on} - (accepted - open_ids)
@@ -307,12 +305,23 @@ class _Audit:
             run.steps, good, report.findings, self.settings.fail_on, serious=serious, strict=self.settings.strict
         )
 
+    def today(self) -> date:
+        return datetime.fromtimestamp(self.now, UTC).date()
+
+    def beside(self, report: RunReport) -> list[Finding]:
+        """What is wrong with the configuration: one finding for every waiver that ran out."""
+        found = []
+        for item in self.chosen:
+            if item.judge_waivers:
+                judged = report.beside[item.id] = item.judge_waivers(self.settings.waivers, self.today())
+                found += findings_of_no_step(item, judged)
+        return found
+
     def accept(self, found: list[Finding]) -> list[Finding]:
-        """The findings, marked where the user knows them, and one for every waiver that ran out."""
-        today = datetime.fromtimestamp(self.now, UTC).date()
+        """The findings, marked where the user knows them."""
         if self.settings.baseline:
             found = apply_baseline(found, self.settings.baseline)
-        return apply_waivers(found, self.settings.waivers, today)
+        return apply_waivers(found, self.settings.waivers, self.today())
 
 
 def _unread(level: Level) -> str:

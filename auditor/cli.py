@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from auditor import __version__
-from auditor.errors import AuditorError, NothingToAuditError, UsageError
+from auditor.errors import AuditorError, LockedError, NothingToAuditError, UsageError
 
 if TYPE_CHECKING:
     from auditor.reports import Report
     from auditor.settings import Settings
 
-USAGE, INCOMPLETE, NOTHING, INTERNAL, INTERRUPTED = 2, 3, 4, 5, 130
+USAGE, INCOMPLETE, NOTHING, INTERNAL, CHANGED, LOCKED, INTERRUPTED = 2, 3, 4, 5, 6, 11, 130
 """Exit codes of :class:`auditor.verdict.ExitCode` that are needed before it can be imported."""
 
 app = typer.Typer(
@@ -38,7 +38,9 @@ def _path(text: str) -> Path:
 RunPaths = Annotated[
     list[Path],
     typer.Argument(
-        metavar="PATH...", parser=_path, help="A run, one step, a folder of runs; or several roots of one run."
+        metavar="PATH...",
+        parser=_path,
+        help="A run, a step, a folder of runs, a file of weights; or several roots of a run.",
     ),
 ]
 RunPath = Annotated[
@@ -152,6 +154,30 @@ def inspect(path: RunPath, steps: Steps = None, config: Config = None, format: F
     _print_lines(inspect_lines(store, settings))
 
 
+@app.command()
+def export(
+    run: RunPath,
+    target: Annotated[Path, typer.Argument(metavar="OUT.zarr", parser=_path, help="New, empty, or an export.")],
+    steps: Steps = None, tensors: Tensors = None, config: Config = None, threads: Threads = None,
+) -> None:  # fmt: skip
+    """Write a run as a Zarr store on local disk, whatever layout it was saved in; verified by digest.
+
+    Run again, it goes on where it was stopped; what is whole is never written again, other steps are added. Exit 3 if
+    some of the source could not be read, 6 if it changed meanwhile.
+    """
+    from auditor.exporting import export as export_run
+    from auditor.report.export_report import last_lines, step_line
+
+    settings = _settings(config, steps=steps, tensors=tensors, threads=threads)
+    with _progress() as progress:
+        result = export_run(
+            _store([run]), str(target), settings, progress=progress, done=lambda at, step: _say(step_line(at, step))
+        )
+    for line in last_lines(result):
+        _say(line)
+    raise typer.Exit(CHANGED if result.changed else INCOMPLETE if result.incomplete else 0)
+
+
 @app.command("invariants")
 def list_invariants() -> None:
     """List every invariant: id, severity, name, statement."""
@@ -196,6 +222,7 @@ def _settings(config: Path | None, **flags: Any) -> Settings:
 
 def _store(paths: Sequence[Path]) -> Any:
     from auditor.storage.local import LocalStore
+    from auditor.storage.single import SingleFileStore
     from auditor.storage.store import ObjectMissingError
     from auditor.storage.union import UnionStore
 
@@ -203,13 +230,15 @@ def _store(paths: Sequence[Path]) -> Any:
         if ":/" in path and not Path(path).exists():
             raise UsageError(f"{path}: only local paths are read yet")
     stores = [LocalStore(path) for path in paths]
-    for store in stores:
+    for root, store in zip(paths, stores, strict=True):
         try:
             entry = store.stat("")
         except ObjectMissingError as error:
             raise UsageError(str(error)) from error
         if not entry.is_folder:
-            raise NothingToAuditError(f"{store.location}: a single file; name the folder that it is part of")
+            if len(stores) > 1:
+                raise UsageError(f"{root}: a single file; several paths must be roots of one run")
+            return SingleFileStore(LocalStore(root.parent), root.name, str(root))
     return UnionStore(stores) if len(stores) > 1 else stores[0]
 
 
@@ -288,6 +317,8 @@ def main() -> None:
         _fail(str(error), NOTHING)
     except UsageError as error:
         _fail(str(error), USAGE)
+    except LockedError as error:
+        _fail(str(error), LOCKED)
     except AuditorError as error:
         _fail(str(error), INCOMPLETE)
     except (KeyboardInterrupt, typer.Abort):

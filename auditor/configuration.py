@@ -259,6 +259,6 @@ def read_baseline(path: Path) -> Known:
             for run in runs
             for finding in run["findings"]
             for x in finding["locations"]
-        )
+        ) | {(f["id"], f["message"]) for run in runs for f in run["findings"] if not f["locations"]}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"--baseline {path}: no report of `auditor check --format json` ({error})") from error

@@ -1,18 +1,19 @@
-"""What a path means: one step, a run, a folder of runs."""
+"""What a path means: one step, a run, a folder of runs, a single file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from auditor.adapters.adapter import Adapter, Declined, Folder, Match, Options, Pointer
 from auditor.adapters.registry import adapters, recognise
+from auditor.containers.signature import looks_like
+from auditor.containers.zarr_names import escape
 from auditor.errors import NothingToAuditError, UsageError
 from auditor.storage.store import ObjectMissingError, StorageError, Store, base_name
 from auditor.storage.union import UnionStore
-from auditor.view.names import escape
 from auditor.view.tree import StepNode
 
 MAX_DEPTH = 3
@@ -62,13 +63,29 @@ def discover(store: Store) -> list[RunSource]:
             nearest.
         StorageError: the root can't be listed.
     """
-    nearest = _Nearest()
-    runs = list(_search(store, Folder.read(store, ""), 0, [0], nearest))
+    nearest, root = _Nearest(), Folder.read(store, "")
+    if not store.stat("").is_folder:
+        return [_single(store, replace(root, alone=True))]
+    runs = list(_search(store, root, 0, [0], nearest))
     if runs:
         return runs
     wanted = "\n".join(f"  {adapter.name}: {adapter.looks_for}" for adapter in adapters())
     nearest_text = f"\nnearest: {nearest.text}" if nearest.text else ""
     raise NothingToAuditError(f"{store.location}: no checkpoint found. Looked for\n{wanted}{nearest_text}")
+
+
+def _single(store: Store, root: Folder) -> RunSource:
+    """The run that one file by itself is."""
+    found = recognise(store, root)
+    if isinstance(found, tuple):
+        return RunSource("", [StepSource(root, *found)])
+    with store.open(next(iter(root.files))) as handle:
+        what = looks_like(handle)
+    near = sorted(found.items(), key=lambda item: -item[1].nearness)
+    reasons = "\n".join(f"  {name}: {declined.reason}" for name, declined in near)
+    raise NothingToAuditError(
+        f"{store.location}: {what}; no format reads it by itself. Name the folder that it is part of\n{reasons}"
+    )
 
 
 def _search(store: Store, folder: Folder, depth: int, seen: list[int], nearest: _Nearest) -> Iterator[RunSource]:
@@ -138,8 +155,8 @@ def _stem(path: str) -> str:
     return re.sub(r"\d+", "#", base_name(path))
 
 
-def step_nodes(store: Store) -> list[StepNode]:
-    """The steps of the one run below the store's root, for its Zarr view.
+def one_run(store: Store) -> RunSource:
+    """The one run below the store's root.
 
     Raises:
         UsageError: there are several runs.
@@ -148,11 +165,21 @@ def step_nodes(store: Store) -> list[StepNode]:
     runs = discover(store)
     if len(runs) > 1:
         raise UsageError(f"{store.location} holds {len(runs)} runs; name one: {', '.join(run.path for run in runs)}")
+    return runs[0]
+
+
+def step_nodes(store: Store, run: RunSource | None = None, options: Options | None = None) -> list[StepNode]:
+    """The steps of the one run below the store's root, for its Zarr view; one for each of ``run.steps``.
+
+    Raises:
+        UsageError, NothingToAuditError: as :func:`one_run`, where ``run`` is not given.
+    """
     nodes: dict[str, StepNode] = {}
-    for source in runs[0].steps:
+    for source in (run or one_run(store)).steps:
         name = str(source.match.step)
         if name in nodes:
             # Two folders with one step: both are shown, the second under its folder's name as well.
             name = f"{name}@{escape(base_name(source.folder.path))}"
-        nodes[name] = StepNode(name, partial(source.adapter.read, store, source.folder, source.match, Options()))
+        load = partial(source.adapter.read, store, source.folder, source.match, options or Options())
+        nodes[name] = StepNode(name, load)
     return list(nodes.values())

@@ -13,3 +13,7 @@ class UsageError(AuditorError, ValueError):
 
 class NothingToAuditError(AuditorError, LookupError):
     """Nothing under the path is a checkpoint that any adapter knows."""
+
+
+class LockedError(AuditorError):
+    """Another process of the auditor writes there. The message names the folder."""

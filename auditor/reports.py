@@ -11,7 +11,6 @@ from auditor.invariants.registry import invariants
 from auditor.model.finding import Finding, Judgement, Outcome
 from auditor.model.mesh import NO_MESH, Mesh
 from auditor.model.run import StepState
-from auditor.model.waiver import Waiver
 from auditor.settings import Level, Settings
 
 REACHED = {
@@ -67,6 +66,8 @@ class RunReport:
     coverage: Coverage = field(default_factory=Coverage)
     unrecognised: Mapping[str, str] = field(default_factory=dict)
     chosen: tuple[Invariant, ...] = ()
+    beside: dict[str, Judgement] = field(default_factory=dict)
+    """Judgements that are about no step, but about the configuration."""
     seconds: float = 0.0
 
     def mesh_of(self, step: int) -> Mesh:
@@ -76,8 +77,8 @@ class RunReport:
     def counts(self, identifier: str) -> dict[Outcome, int]:
         """Outcomes of one invariant over all steps, in subjects."""
         total = dict.fromkeys(Outcome, 0)
-        for step in self.steps:
-            judged = step.judgements.get(identifier)
+        for judgements in (*(step.judgements for step in self.steps), self.beside):
+            judged = judgements.get(identifier)
             if judged is None:
                 continue
             total[Outcome.HOLDS] += judged.num_holds
@@ -87,9 +88,13 @@ class RunReport:
         return total
 
     def unjudged(self) -> list[str]:
-        """Ids of all invariants about which this audit says nothing: ignored, not selected, or beyond the level."""
+        """Ids of all invariants of checkpoints about which this audit says nothing.
+
+        They were ignored, not selected, or are beyond the level.
+        """
         silent = set(self.not_asked())
-        return [item.id for item in invariants() if item not in self.chosen or item.id in silent]
+        of_checkpoints = [item for item in invariants() if not item.judge_waivers]
+        return [item.id for item in of_checkpoints if item not in self.chosen or item.id in silent]
 
     def beyond_level(self) -> dict[Level, list[str]]:
         """Level to the chosen invariants that no step judges, because it takes that level."""
@@ -125,5 +130,3 @@ class Report:
     location: str
     runs: list[RunReport]
     settings: Settings
-    expired: tuple[Waiver, ...] = ()
-    """Waivers past their day: what they accepted counts again, and each is itself something to be told."""

@@ -1,107 +1,172 @@
-"""How fast and how small is `auditor check`, against a plain warm read of the same files? See README.md here."""
+"""How fast and how small is `auditor check`, against a plain read of the same files? See README.md here."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
+from pass_parts import PARTS, actions
 from synthetic_run import write_run
+from timing import (
+    Times,
+    bytes_from_disk,
+    evict,
+    interleaved,
+    median,
+    peak_mib,
+    plain_read,
+    ratio,
+    ratios,
+    size_of,
+    take,
+)
 
 from auditor.audit import audit
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 
-CASES = {"replicas": Level.REPLICAS, "values": Level.VALUES}
+LEVELS = {"replicas": Level.REPLICAS, "values": Level.VALUES}
+DETERMINED = ("CST001", "OPT011", "REP001", "NUM001")
+"""What a run without damage must hold in every step: what is not judged is cheap."""
+PLAIN = "plain read"
 
 
-def plain_read(folder: Path, threads: int) -> None:
-    """Every byte of every file once, into one reused buffer a thread."""
+class Checks:
+    """Audits of one run, and how many bytes each level read."""
 
-    def read(path: Path) -> None:
-        buffer = bytearray(1 << 20)
-        descriptor = os.open(path, os.O_RDONLY)
-        at = 0
-        while count := os.preadv(descriptor, [buffer], at):
-            at += count
-        os.close(descriptor)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.num_bytes = size_of(folder)
+        self.num_bytes_read = {PLAIN: self.num_bytes}
 
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, sorted(path for path in folder.rglob("*") if path.is_file())))
+    def action(self, level: str, kernels: str, threads: int) -> Callable[[], None]:
+        def check() -> None:
+            settings = Settings(level=LEVELS[level], threads=threads, kernels=kernels)
+            run = audit(LocalStore(self.folder), settings).runs[0]
+            assert not run.findings, run.findings[0].message
+            if level == "values":
+                for step in run.steps:
+                    lacking = [name for name in DETERMINED if not step.judgements[name].num_holds]
+                    assert not lacking, f"step {step.state.step}: {lacking} is not determined"
+            self.num_bytes_read[f"{level} {kernels}"] = run.coverage.num_bytes_read
 
+        return check
 
-def seconds(action) -> tuple[float, float]:
-    """Wall and CPU seconds."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    action()
-    return time.perf_counter() - wall, time.process_time() - cpu
-
-
-def peak_mib(folder: Path, level: str, threads: int) -> float:
-    """Peak resident memory of a check in a process of its own. Not ru_maxrss: it would count this process as well."""
-    code = (
-        "import sys\n"
-        "from auditor.cli import main\n"
-        f"sys.argv = ['auditor', 'check', {str(folder)!r}, '--level', {level!r}, '--threads', '{threads}']\n"
-        "try: main()\n"
-        "except SystemExit as done: assert not done.code, done.code\n"
-        "lines = dict(line.split(':') for line in open('/proc/self/status'))\n"
-        "print(lines['VmHWM'].split()[0], file=sys.stderr)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return int(done.stderr.split()[-1]) / 1024
+    def rate(self, times: Times, name: str, what: str = "wall") -> float:
+        """Bytes read in a second, against the plain read's: median of the ratios inside one repetition."""
+        return ratio(times, PLAIN, name, what) * self.num_bytes_read[name] / self.num_bytes
 
 
-def measure(folder: Path, threads: int, repetitions: int) -> None:
-    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"{folder}: {total / 2**30:.2f} GiB, {threads} thread(s), median of {repetitions} interleaved")
-    actions = {"plain read": lambda: plain_read(folder, threads)}
-    coverage = {}
-    for name, level in CASES.items():
-
-        def check(name=name, level=level) -> None:
-            report = audit(LocalStore(folder), Settings(level=level, threads=threads))
-            assert not report.runs[0].findings
-            coverage[name] = report.runs[0].coverage
-
-        actions[f"check {name}"] = check
-    times = {name: [] for name in actions}
-    plain_read(folder, threads)
-    for _ in range(repetitions):
-        for name, action in actions.items():
-            times[name].append(seconds(action))
-    base = statistics.median(wall for wall, _ in times["plain read"])
-    print(f"{'':16} {'wall s':>8} {'cpu s':>8} {'GB/s of weights read':>21} {'rate / plain read':>18}")
-    for name, taken in times.items():
-        wall, cpu = (statistics.median(column) for column in zip(*taken, strict=True))
-        seen = coverage[name.split()[1]].num_bytes_read if name.startswith("check") else total
-        ratio = (seen / wall) / (total / base)
-        print(f"{name:16} {wall:8.2f} {cpu:8.2f} {seen / wall / 1e9:21.2f} {ratio:18.2f}")
-    for name in CASES:
-        seen = coverage[name]
-        share = seen.num_bytes_read / seen.num_bytes_total
+def warm(checks: Checks, kernels: list[str], threads: int, repetitions: int) -> None:
+    """Everything in the page cache, kernels compiled."""
+    acts = {PLAIN: lambda: plain_read(checks.folder, threads)}
+    acts |= {f"{level} {name}": checks.action(level, name, threads) for name in kernels for level in LEVELS}
+    for act in acts.values():
+        act()
+    times = interleaved(acts, repetitions)
+    print(f"\nwarm, {threads} thread(s), medians of {repetitions} interleaved repetitions")
+    print(f"{'':16} {'wall s':>8} {'cpu s':>8} {'GB/s':>8} {'rate / plain read':>18} {'of cpu':>7}  single repetitions")
+    for name in acts:
+        seen = checks.num_bytes_read[name]
+        single = sorted(one * seen / checks.num_bytes for one in ratios(times, PLAIN, name))
         print(
-            f"{name}: {seen.num_bytes_read:,} of {seen.num_bytes_total:,} bytes read ({share:.2%}), "
-            f"peak RSS {peak_mib(folder, name, threads):.0f} MiB"
+            f"{name:16} {median(times, name):8.2f} {median(times, name, 'cpu'):8.2f} "
+            f"{seen / median(times, name) / 1e9:8.2f} {checks.rate(times, name):18.2f} "
+            f"{checks.rate(times, name, 'cpu'):7.2f}  {single[0]:.2f} … {single[-1]:.2f}"
         )
+    for level in LEVELS:
+        seen = checks.num_bytes_read[f"{level} {kernels[0]}"]
+        print(f"{level}: {seen:,} of {checks.num_bytes:,} bytes read ({seen / checks.num_bytes:.2%})")
+
+
+def split(checks: Checks, kernels: str, threads: int, repetitions: int) -> None:
+    """Where the time of a check at level `values` goes."""
+    acts = {PLAIN: lambda: plain_read(checks.folder, threads)}
+    acts |= actions(LocalStore(checks.folder), kernels, threads)
+    acts["whole check"] = checks.action("values", kernels, threads)
+    for act in acts.values():
+        act()
+    times = interleaved(acts, repetitions)
+    plain = median(times, PLAIN), median(times, PLAIN, "cpu")
+    print(f"\nparts of `values`, {kernels} kernels, {threads} thread(s), medians of the differences, warm")
+    print(f"{'':24} {'wall s':>8} {'cpu s':>8} {'wall / plain read':>18}")
+    print(f"{PLAIN:24} {plain[0]:8.2f} {plain[1]:8.2f} {1:18.2f}")
+    # The pass plans by itself: what `plan` took is in `read`.
+    for part, before in zip((*PARTS, "whole check"), (None, "plan", *PARTS[1:]), strict=True):
+        wall, cpu = (_difference(times, part, before, what) for what in ("wall", "cpu"))
+        label = "headers, judging, report" if part == "whole check" else part
+        print(f"{label:24} {wall:8.2f} {cpu:8.2f} {wall / plain[0]:18.2f}")
+
+
+def _difference(times: Times, part: str, before: str | None, what: str) -> float:
+    own = [getattr(taken, what) for taken in times[part]]
+    less = [getattr(taken, what) for taken in times[before]] if before else [0.0] * len(own)
+    return statistics.median(a - b for a, b in zip(own, less, strict=True))
+
+
+def cold(checks: Checks, kernels: str, threads: int, repetitions: int) -> None:
+    """Nothing in the page cache."""
+    name = f"values {kernels}"
+    acts = {PLAIN: lambda: plain_read(checks.folder, threads), name: checks.action("values", kernels, threads)}
+    acts[name]()
+    evict(checks.folder)
+    before = bytes_from_disk()
+    take(acts[PLAIN])
+    share = (bytes_from_disk() - before) / checks.num_bytes
+    print(f"\ncold, {threads} thread(s), medians of {repetitions} interleaved; {share:.0%} comes from storage")
+    if share < 0.9:
+        print("the cache was not emptied: what follows is no cold read")
+    times = interleaved(acts, repetitions, before=lambda: evict(checks.folder))
+    print(f"{'':16} {'wall s':>8} {'cpu s':>8} {'cores':>8} {'rate / plain read':>18}")
+    for act in acts:
+        wall, cpu = median(times, act), median(times, act, "cpu")
+        print(f"{act:16} {wall:8.2f} {cpu:8.2f} {cpu / wall:8.2f} {checks.rate(times, act):18.2f}")
+
+
+def peaks(folder: Path, threads: int) -> None:
+    """Peak memory of processes that check a run."""
+    for level in LEVELS:
+        print(f"{size_of(folder) / 2**30:6.2f} GiB  {level:10} peak RSS {peak_mib(folder, level, threads):6.0f} MiB")
+
+
+def speeds(folder: Path, options: argparse.Namespace) -> None:
+    checks = Checks(folder)
+    print(f"{checks.num_bytes / 2**30:.2f} GiB in {options.run or 'a synthetic run'}")
+    for threads in options.threads:
+        if "warm" in options.parts:
+            warm(checks, options.kernels, threads, options.repetitions)
+        for kernels in options.kernels:
+            if "split" in options.parts:
+                split(checks, kernels, threads, options.repetitions)
+            if "cold" in options.parts:
+                cold(checks, kernels, threads, options.repetitions)
+
+
+def main() -> None:
+    words = lambda text: text.split(",")  # noqa: E731
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--threads", type=lambda text: [int(word) for word in words(text)], default=[1, 2])
+    parser.add_argument("--kernels", type=words, default=["numpy", "numba"])
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--run", type=Path, help="an existing run, instead of a synthetic one")
+    parser.add_argument("--parts", type=words, default=["warm", "split", "cold"], help="any of warm,split,cold")
+    parser.add_argument("--rss", type=words, default=[], help="peak memory for runs of so many GiB, as in 1,4,16")
+    options = parser.parse_args()
+    if options.run:
+        speeds(options.run, options)
+    elif options.parts != [""]:
+        with tempfile.TemporaryDirectory() as scratch:
+            write_run(Path(scratch) / "run", int(options.gib * 2**30))
+            speeds(Path(scratch) / "run", options)
+    for gib in options.rss:
+        with tempfile.TemporaryDirectory() as scratch:
+            write_run(Path(scratch) / "run", int(float(gib) * 2**30))
+            peaks(Path(scratch) / "run", max(options.threads))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gib", type=float, default=2.0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--run", type=Path, help="an existing run, instead of a synthetic one")
-    options = parser.parse_args()
-    if options.run:
-        measure(options.run, options.threads, options.repetitions)
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
-            write_run(Path(scratch) / "run", int(options.gib * 2**30))
-            measure(Path(scratch) / "run", options.threads, options.repetitions)
+    main()

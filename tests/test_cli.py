@@ -294,7 +294,7 @@ def test_waivers_accept_what_they_cover_until_they_expire(tmp_path):
     config.write_text('[[waive]]\nid = "REP001"\nreason = "known"\nuntil = 2020-01-01\n')
     done = auditor("check", RUN, "--config", config)
     assert done.returncode == 1
-    assert "waiver expired" in done.stdout
+    assert "AUX001 waiver-expired  warning\n  the waiver of REP001 ran out on 2020-01-01;" in done.stdout
 
 
 def test_baseline_fails_only_on_what_is_new(tmp_path):

@@ -1,4 +1,7 @@
-"""The pickle machine's instructions, one function each, by opcode. Sources: ``pickletools``, PEP 3154, PEP 574."""
+"""The second pass's instructions, one function each, by opcode. Sources: ``pickletools``, PEP 3154, PEP 574.
+
+They rely on the first pass, which has checked every length, mark and memo entry.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,18 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from auditor.containers.pickle_stack import MARK, Global, PickleStack, hashable
+from auditor.containers.pickle_stack import Global, PickleStack
 
 Instruction = Callable[[PickleStack, bytes, int], int]
 """Runs one instruction whose argument starts at the given byte; returns the byte after it."""
 
-OPCODES: dict[int, Instruction] = {}
+
+def _unknown(machine: PickleStack, data: bytes, at: int) -> int:
+    raise KeyError(chr(data[at - 1]))
+
+
+OPCODES: list[Instruction] = [_unknown] * 256
+"""By opcode."""
 
 
 def _opcode(letter: bytes) -> Callable[[Instruction], Instruction]:
@@ -27,15 +36,12 @@ def _line(data: bytes, at: int) -> tuple[bytes, int]:
     return data[at:end], end + 1
 
 
-def _take(data: bytes, at: int, length: int) -> bytes:
-    if length < 0 or at + length > len(data):
-        raise ValueError(f"{length} bytes announced, {len(data) - at} left")
-    return data[at : at + length]
+_SHORT = 1024
 
 
 def _constant(letter: bytes, make: Callable[[], Any]) -> None:
     def instruction(machine: PickleStack, data: bytes, at: int) -> int:
-        machine.push(make())
+        machine.stack.append(make())
         return at
 
     OPCODES[letter[0]] = instruction
@@ -43,34 +49,41 @@ def _constant(letter: bytes, make: Callable[[], Any]) -> None:
 
 _CONSTANTS: dict[bytes, Callable[[], Any]] = {
     b"N": lambda: None, b"\x88": lambda: True, b"\x89": lambda: False, b")": tuple, b"]": list, b"}": dict,
-    b"\x8f": set, b"(": lambda: MARK,
+    b"\x8f": set,
 }  # fmt: skip
 for _letter, _make in _CONSTANTS.items():
     _constant(_letter, _make)
 
 
-def _sized(letter: bytes, layout: str, make: Callable[[bytes], object]) -> None:
+@_opcode(b"(")
+def _mark(machine: PickleStack, data: bytes, at: int) -> int:
+    machine.marks.append(len(machine.stack))
+    return at
+
+
+def _sized(letter: bytes, layout: str, make: Callable[[bytes | memoryview], object]) -> None:
     """An instruction that pushes a value whose length is given by a number of ``layout``."""
     length_of = struct.Struct(layout)
 
     def instruction(machine: PickleStack, data: bytes, at: int) -> int:
         (length,) = length_of.unpack_from(data, at)
         at += length_of.size
-        machine.push(make(_take(data, at, length)))
         end: int = at + length
+        # A long text is not copied before it is decoded.
+        machine.stack.append(make(data[at:end] if length < _SHORT else memoryview(data)[at:end]))
         return end
 
     OPCODES[letter[0]] = instruction
 
 
-def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogatepass")
+def _text(raw: bytes | memoryview) -> str:
+    return str(raw, "utf-8", "surrogatepass")
 
 
 for _letter, _layout, _read in (
     (b"\x8c", "<B", _text), (b"X", "<I", _text), (b"\x8d", "<Q", _text),
     (b"C", "<B", bytes), (b"B", "<I", bytes), (b"\x8e", "<Q", bytes), (b"\x96", "<Q", bytearray),
-    (b"U", "<B", lambda raw: raw.decode("latin-1")), (b"T", "<i", lambda raw: raw.decode("latin-1")),
+    (b"U", "<B", lambda raw: str(raw, "latin-1")), (b"T", "<i", lambda raw: str(raw, "latin-1")),
 ):  # fmt: skip
     _sized(_letter, _layout, _read)
 
@@ -82,9 +95,8 @@ def _long(letter: bytes, layout: str) -> None:
     def instruction(machine: PickleStack, data: bytes, at: int) -> int:
         (length,) = length_of.unpack_from(data, at)
         at += length_of.size
-        machine.check_integer(length)
-        machine.push(int.from_bytes(_take(data, at, length), "little", signed=True))
         end: int = at + length
+        machine.stack.append(int.from_bytes(data[at:end], "little", signed=True))
         return end
 
     OPCODES[letter[0]] = instruction
@@ -99,7 +111,7 @@ def _fixed(letter: bytes, layout: str) -> None:
     number = struct.Struct(layout)
 
     def instruction(machine: PickleStack, data: bytes, at: int) -> int:
-        machine.push(number.unpack_from(data, at)[0])
+        machine.stack.append(number.unpack_from(data, at)[0])
         return at + number.size
 
     OPCODES[letter[0]] = instruction
@@ -120,7 +132,7 @@ def _lined(letter: bytes, make: Callable[[bytes], object]) -> None:
 
     def instruction(machine: PickleStack, data: bytes, at: int) -> int:
         line, at = _line(data, at)
-        machine.push(make(line))
+        machine.stack.append(make(line))
         return at
 
     OPCODES[letter[0]] = instruction
@@ -137,8 +149,7 @@ for _letter, _read_line in (
 @_opcode(b"L")
 def _decimal(machine: PickleStack, data: bytes, at: int) -> int:
     line, at = _line(data, at)
-    machine.check_integer(len(line))
-    machine.push(line == b"01" if line in (b"00", b"01") else int(line.removesuffix(b"L")))
+    machine.stack.append(line == b"01" if line in (b"00", b"01") else int(line.removesuffix(b"L")))
     return at
 
 
@@ -148,8 +159,7 @@ def _memory(letter: bytes, layout: str, *, store: bool) -> None:
 
     def instruction(machine: PickleStack, data: bytes, at: int) -> int:
         (index,) = number.unpack_from(data, at)
-        # A dictionary, not an array: a huge index must cost no memory.
-        machine.memoize(index) if store else machine.push(machine.memo[index])
+        machine.store(index) if store else machine.fetch(index)
         return at + number.size
 
     OPCODES[letter[0]] = instruction
@@ -162,35 +172,30 @@ for _letter, _layout, _stores in ((b"q", "<B", True), (b"r", "<I", True), (b"h",
 @_opcode(b"p")
 def _put(machine: PickleStack, data: bytes, at: int) -> int:
     line, at = _line(data, at)
-    machine.memoize(int(line))
+    machine.store(int(line))
     return at
 
 
 @_opcode(b"g")
 def _get(machine: PickleStack, data: bytes, at: int) -> int:
     line, at = _line(data, at)
-    machine.push(machine.memo[int(line)])
+    machine.fetch(int(line))
     return at
 
 
 @_opcode(b"\x94")
 def _memoize(machine: PickleStack, data: bytes, at: int) -> int:
-    machine.memoize(len(machine.memo))
+    machine.store(len(machine.memo) + len(machine.far))
     return at
 
 
 @_opcode(b"\x80")
 def _protocol(machine: PickleStack, data: bytes, at: int) -> int:
-    if data[at] > 5:
-        raise ValueError(f"protocol {data[at]} is not known")
     return at + 1
 
 
 @_opcode(b"\x95")
 def _frame(machine: PickleStack, data: bytes, at: int) -> int:
-    (length,) = struct.unpack_from("<Q", data, at)
-    if at + 8 + length > len(data):
-        raise ValueError(f"a frame of {length} bytes, {len(data) - at - 8} left")
     return at + 8
 
 
@@ -198,7 +203,7 @@ def _frame(machine: PickleStack, data: bytes, at: int) -> int:
 def _global(machine: PickleStack, data: bytes, at: int) -> int:
     module, at = _line(data, at)
     name, at = _line(data, at)
-    machine.push(Global(_text(module), _text(name)))
+    machine.stack.append(Global(_text(module), _text(name)))
     return at
 
 
@@ -207,7 +212,8 @@ def _stack_global(machine: PickleStack, data: bytes, at: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if not isinstance(name, str) or not isinstance(module, str):
         raise TypeError("a global whose name is no string")
-    machine.push(Global(module, name))
+    machine.check_name(module, name)
+    machine.stack.append(Global(module, name))
     return at
 
 
@@ -239,7 +245,8 @@ def _new_object(machine: PickleStack) -> None:
 @_simple(b"\x92")
 def _new_object_with_keywords(machine: PickleStack) -> None:
     keywords, arguments, maker = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
-    machine.charge(len(arguments))
+    machine.count_work(len(arguments))
+    machine.charge(16 * len(arguments))
     machine.call(maker, (*arguments, keywords))
 
 
@@ -276,7 +283,7 @@ def _persistent_line(machine: PickleStack, data: bytes, at: int) -> int:
 
 @_simple(b"0")
 def _pop(machine: PickleStack) -> None:
-    machine.stack.pop()
+    machine.pop()
 
 
 @_simple(b"1")
@@ -286,22 +293,20 @@ def _pop_mark(machine: PickleStack) -> None:
 
 @_simple(b"2")
 def _duplicate(machine: PickleStack) -> None:
-    machine.push(machine.stack[-1])
+    machine.stack.append(machine.stack[-1])
 
 
 @_simple(b"t")
 def _tuple(machine: PickleStack) -> None:
-    machine.push(tuple(machine.pop_to_mark()))
+    machine.stack.append(tuple(machine.pop_to_mark()))
 
 
 def _short_tuple(letter: bytes, length: int) -> None:
     @_simple(letter)
     def act(machine: PickleStack) -> None:
-        if len(machine.stack) < length:
-            raise IndexError("stack too short for a tuple")
         items = tuple(machine.stack[-length:])
         del machine.stack[-length:]
-        machine.push(items)
+        machine.stack.append(items)
 
 
 for _letter, _length in ((b"\x85", 1), (b"\x86", 2), (b"\x87", 3)):
@@ -310,19 +315,19 @@ for _letter, _length in ((b"\x85", 1), (b"\x86", 2), (b"\x87", 3)):
 
 @_simple(b"l")
 def _list(machine: PickleStack) -> None:
-    machine.push(machine.pop_to_mark())
+    machine.stack.append(machine.pop_to_mark())
 
 
 @_simple(b"d")
 def _dict(machine: PickleStack) -> None:
     items = machine.pop_to_mark()
-    machine.push({})
+    machine.stack.append({})
     machine.set_items(items)
 
 
 @_simple(b"\x91")
 def _frozen_set(machine: PickleStack) -> None:
-    machine.push(frozenset(map(hashable, machine.pop_to_mark())))
+    machine.stack.append(frozenset(machine.guard.keys(machine.pop_to_mark())))
 
 
 @_simple(b"a")

@@ -1,27 +1,14 @@
-"""The state of the pickle machine, and the inert records that it makes."""
+"""The state of the second pass over a pickle, and the inert records that it makes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from auditor.containers.damage import LimitError
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What an honest pickle of a checkpoint never exceeds."""
-
-    num_bytes: int = 64 << 20
-    num_opcodes: int = 5_000_000
-    """With some 200 bytes for the largest object that one instruction makes, this bounds memory to a gigabyte."""
-    num_stack: int = 10_000_000
-    num_copied: int = 20_000_000
-    """Elements of all arguments of calls together."""
-    num_long_bytes: int = 1024
-    """Bytes of one integer: decimal conversion and arithmetic on longer ones would take quadratic time."""
+from auditor.containers.pickle_limits import LIMITS, Limits, MemoryLimitError
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +29,7 @@ class Opaque:
     maker: object
     arguments: tuple[Any, ...] = ()
     state: object = None
-    items: list[Any] = field(default_factory=list)
+    items: Sequence[Any] = ()
     """What was appended or set on it; pairs for a mapping."""
 
     def attributes(self) -> dict[str, Any]:
@@ -50,83 +37,155 @@ class Opaque:
         state = self.state[0] if isinstance(self.state, tuple) and self.state else self.state
         return {k: v for k, v in state.items() if isinstance(k, str)} if isinstance(state, dict) else {}
 
+    def add(self, items: Iterable[Any]) -> None:
+        """Keep what is appended or set on it."""
+        # Most have no items: a list for each would be half of their size.
+        if isinstance(self.items, list):
+            self.items.extend(items)
+        else:
+            self.items = [*items]
+
 
 Builder = Callable[[tuple[Any, ...]], Any]
 """Makes a known inert value from the arguments of a call; raises TypeError or ValueError on wrong ones."""
 
-MARK = object()
 MAX_KEY_ELEMENTS = 256
-"""Elements of a tuple used as a key: it is hashed each time, so a huge one used often would cost unbounded time."""
+"""Elements of a tuple or frozen set used as a key: it is hashed or compared each time, so a huge one used often would
+cost unbounded time."""
+MAX_KEY_COLLISIONS = 128
+"""Keys of one container with one hash."""
+_KEPT_HASHES = 1 << 61
+"""Whole numbers nearer to zero have hashes of their own; the hashes of text can't be foreseen by who writes a file."""
+_CALL, _ELEMENT = 256, 100
+"""Bytes of what a builder makes, and for each element of its arguments: those of a place in a hash table."""
 
 
 def hashable(key: Any) -> Any:
-    """``key`` itself, where hashing it is safe.
+    """``key`` itself, where hashing it and comparing it with others is safe.
 
-    Hashing a tuple recurses in C without a check: a tuple nested a million deep would end the process.
+    Both recurse in C without a check and without a memory of what they met: a tuple nested a million deep would end the
+    process, one that holds another twice, and that another, would take exponential time.
 
     Raises:
         LimitError: it is nested deeper than any key of a checkpoint.
     """
+    if type(key) is str:
+        return key
     layer = [key]
     for _ in range(8):
-        layer = [item for outer in layer if isinstance(outer, tuple) for item in outer]
+        layer = [item for outer in layer if isinstance(outer, (tuple, frozenset)) for item in outer]
         if not layer:
             return key
         if len(layer) > MAX_KEY_ELEMENTS:
             break
-    raise LimitError("its pickle uses a deeply nested or huge tuple as a key")
+    raise LimitError("its pickle uses a deeply nested or huge tuple or set as a key")
+
+
+class KeyGuard:
+    """Lets keys through to the containers that they are looked up in, where that is safe."""
+
+    def __init__(self, charge: Callable[[int], None] = lambda num_bytes: None) -> None:
+        """``charge``: counts the bytes of memory that this takes."""
+        self._charge = charge
+        self._hashes: Counter[tuple[int, int]] = Counter()
+        """By container and hash, for keys whose hashes may have been chosen."""
+
+    def keys(self, found: Iterable[Any], container: object = None) -> Iterator[Any]:
+        """The keys themselves. Thousands with one hash would take quadratic time.
+
+        Raises:
+            LimitError: a key is nested too deeply, or too many of one container have one hash.
+        """
+        for key in found:
+            if type(key) is not str:
+                hashable(key)
+                if isinstance(key, (tuple, frozenset)) or (isinstance(key, int) and abs(key) >= _KEPT_HASHES):
+                    self._count(id(container), hash(key))
+            yield key
+
+    def _count(self, container: int, number: int) -> None:
+        self._charge(_CALL)
+        self._hashes[container, number] += 1
+        if self._hashes[container, number] > MAX_KEY_COLLISIONS:
+            raise LimitError(f"its pickle uses more than {MAX_KEY_COLLISIONS} keys with one hash")
 
 
 class PickleStack:
-    """The machine's state, and what its dangerous instructions do instead."""
+    """The machine's state, and what its dangerous instructions do instead.
+
+    The first pass has checked every length, mark and memo entry.
+    """
 
     def __init__(
         self,
         builders: Mapping[str, Builder],
         persistent: Callable[[object], object] | None = None,
-        limits: Limits = Limits(),
+        limits: Limits = LIMITS,
     ) -> None:
         """``builders``: ``module.name`` to builder. ``persistent``: what a persistent id stands for."""
         self._builders, self._persistent, self.limits = builders, persistent, limits
         self.opaque: Counter[str] = Counter()
         """Calls and objects of unknown classes, counted by name."""
-        self.work = 0
-        """Elements of arguments handed to calls so far."""
+        self.num_memory = 0
+        """Bytes that the pickle and its records take at most."""
+        self._work = 0
+        self.guard = KeyGuard(self.charge)
         self.stack: list[Any] = []
-        self.memo: dict[int, Any] = {}
+        self.marks: list[int] = []
+        """Places on the stack."""
+        self.memo: list[Any] = []
+        """Entries by index, None where nothing fetches them."""
+        self.far: dict[int, Any] = {}
+        """Entries whose indexes leave holes."""
+        self.fetched, self.fetched_far = b"", frozenset[int]()
 
-    # The stack
+    # The stack and the memo
 
-    def push(self, value: object) -> None:
-        """Put a value on the stack."""
-        self.stack.append(value)
+    def charge(self, num_bytes: int) -> None:
+        """Count memory that the first pass could not know of."""
+        self.num_memory += num_bytes
+        if self.num_memory > self.limits.num_memory:
+            raise MemoryLimitError(self.limits.num_memory)
 
-    def charge(self, num_elements: int) -> None:
-        """Count what calls copy: one large argument in many small calls would cost unbounded memory."""
-        self.work += num_elements
-        if self.work > self.limits.num_copied:
+    def count_work(self, num_elements: int) -> None:
+        """Count what calls look at: one large argument in many small calls would cost unbounded time."""
+        self._work += num_elements
+        if self._work > self.limits.num_copied:
             raise LimitError(f"its pickle makes calls with more than {self.limits.num_copied} elements in all")
 
-    def check_integer(self, length: int) -> None:
-        """Refuse an integer of more bytes or digits than any checkpoint holds."""
-        if length > self.limits.num_long_bytes:
-            raise LimitError(f"its pickle holds an integer of {length} bytes or digits")
+    def check_name(self, module: str, name: str) -> None:
+        """Refuse the name of a global that is longer than any."""
+        if max(len(module), len(name)) > self.limits.num_name_bytes:
+            raise LimitError(f"its pickle holds a global of more than {self.limits.num_name_bytes} characters")
 
     def pop_to_mark(self) -> list[Any]:
         """Take everything above the last mark off the stack, and the mark."""
-        stack = self.stack
-        at = len(stack) - 1
-        while stack[at] is not MARK:
-            at -= 1
-            if at < 0:
-                raise IndexError("no mark on the stack")
-        items = stack[at + 1 :]
+        stack, at = self.stack, self.marks.pop()
+        items = stack[at:]
         del stack[at:]
         return items
 
-    def memoize(self, index: int) -> None:
-        """Remember the top of the stack."""
-        self.memo[index] = self.stack[-1]
+    def pop(self) -> None:
+        """Take the top off the stack, be it a value or a mark."""
+        if self.marks and self.marks[-1] == len(self.stack):
+            self.marks.pop()
+        else:
+            self.stack.pop()
+
+    def store(self, index: int) -> None:
+        """Remember the top of the stack, if it is ever fetched."""
+        memo, top = self.memo, self.stack[-1]
+        if index < len(memo):
+            memo[index] = top if self.fetched[index] else None
+        elif index == len(memo):
+            self.far.pop(index, None)
+            memo.append(top if self.fetched[index] else None)
+        else:
+            self.far[index] = top if index in self.fetched_far else None
+
+    def fetch(self, index: int) -> None:
+        """Put a memo entry on the stack."""
+        self.stack.append(self.memo[index] if index < len(self.memo) else self.far[index])
 
     # What would run code in a real unpickler
 
@@ -134,14 +193,23 @@ class PickleStack:
         """Make a known value, or an :class:`Opaque` that says what would have been called."""
         if not isinstance(arguments, tuple):
             raise TypeError("a call without an argument tuple")
-        self.charge(sum(len(a) for a in arguments if isinstance(a, (tuple, list, dict, set, frozenset, str, bytes))))
-        name = str(maker) if isinstance(maker, Global) else "an object that is no class"
+        elements = text = 0
+        for argument in arguments:
+            if isinstance(argument, (str, bytes)):
+                text += len(argument)
+            elif isinstance(argument, (tuple, list, dict, set, frozenset)):
+                elements += len(argument)
+        self.count_work(text + elements)
+        name = f"{maker.module}.{maker.name}" if isinstance(maker, Global) else "an object that is no class"
         builder = self._builders.get(name)
-        if builder is None:
-            self.opaque[name] += 1
-            self.push(Opaque(maker, arguments))
-        else:
-            self.push(builder(arguments))
+        if builder is not None:
+            self.charge(_CALL + text + _ELEMENT * elements)
+            self.stack.append(builder(arguments))
+            return
+        if name not in self.opaque:
+            self.charge(_CALL + 4 * len(name))
+        self.opaque[name] += 1
+        self.stack.append(Opaque(maker, arguments))
 
     def build(self) -> None:
         """Give an opaque object its state."""
@@ -155,20 +223,19 @@ class PickleStack:
         """Add items to the list or set below them."""
         target = self.stack[-1]
         if isinstance(target, Opaque):
-            target.items.extend(items)
+            target.add(items)
         elif isinstance(target, set):
-            target.update(map(hashable, items))
+            target.update(self.guard.keys(items, target))
         else:
             target.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
         """Add keys and values, in turn, to the mapping below them."""
         target = self.stack[-1]
-        pairs = [(hashable(key), value) for key, value in zip(items[::2], items[1::2], strict=True)]
         if isinstance(target, Opaque):
-            target.items.extend(pairs)
+            target.add(zip(map(hashable, items[::2]), items[1::2], strict=True))
         elif isinstance(target, dict):
-            target.update(pairs)
+            target.update(zip(self.guard.keys(items[::2], target), items[1::2], strict=True))
         else:
             raise TypeError("items set on something that is no mapping")
 
@@ -176,4 +243,4 @@ class PickleStack:
         """Put on the stack what a persistent id stands for."""
         if self._persistent is None:
             raise TypeError("a persistent id where none are expected")
-        self.push(self._persistent(persistent_id))
+        self.stack.append(self._persistent(persistent_id))

@@ -10,11 +10,20 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
-from auditor.containers.pickle_machine import Builder, Global, Limits, Opaque, PickleMachine, hashable
+from auditor.containers.pickle_machine import (
+    LIMITS,
+    Builder,
+    Global,
+    KeyGuard,
+    Limits,
+    MemoryLimitError,
+    Opaque,
+    PickleMachine,
+)
 from auditor.containers.zip_directory import Member, read_directory
 from auditor.model.dtype import DTYPES, DType
 from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
@@ -24,7 +33,8 @@ MAX_EXPANSION = 64
 """A view may show each stored element this many times on average (stride 0). Beyond it a few stored bytes would cost
 unbounded reading time."""
 
-LIMITS = Limits()
+SMALL = 1 << 20
+"""Bytes of memory that the records of one file of a large run take at most."""
 LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 
 _STORAGES = {
@@ -97,12 +107,31 @@ def dtype_named(value: object) -> DType | None:
     return DTYPES.get(_TORCH_NAMES.get(value.name, value.name))
 
 
-def read_torch_file(handle: Handle) -> TorchFile:
+class RecordBudget:
+    """Memory for the records of all files that are read together, those of one step say.
+
+    What a file takes up to :data:`SMALL` is not counted: a large run has thousands of files, but each is small.
+    """
+
+    def __init__(self, num_bytes: int = 1 << 30) -> None:
+        self._left = num_bytes
+
+    @property
+    def room(self) -> int:
+        """Bytes that the next file may take."""
+        return self._left + SMALL
+
+    def take(self, num_bytes: int) -> None:
+        """Count one file's records."""
+        self._left -= max(0, num_bytes - SMALL)
+
+
+def read_torch_file(handle: Handle, budget: RecordBudget | None = None, limits: Limits = LIMITS) -> TorchFile:
     """Read the directory and the pickle of a file written by ``torch.save``.
 
     Raises:
-        DamagedError: the file is cut short, or contradicts itself.
-        UnsupportedError: big-endian data.
+        DamagedError: the file is cut short, contradicts itself, or asks for more than ``limits``.
+        UnsupportedError: big-endian data, or no room in the ``budget``: earlier files took it.
         StorageError: storage failed.
     """
     try:
@@ -118,14 +147,23 @@ def read_torch_file(handle: Handle) -> TorchFile:
         order = members.get(f"{root}/byteorder")
         if order and read_bytes(handle, order.offset, min(order.num_bytes, 16)).strip() == b"big":
             raise UnsupportedError("its tensors are big-endian")
-        if members[pickled].num_bytes > LIMITS.num_bytes:
-            raise LimitError(f"its pickle has {members[pickled].num_bytes} bytes, at most {LIMITS.num_bytes} are read")
+        if members[pickled].num_bytes > limits.num_bytes:
+            raise LimitError(f"its pickle has {members[pickled].num_bytes} bytes, at most {limits.num_bytes} are read")
         data = read_bytes(handle, members[pickled].offset, members[pickled].num_bytes)
     except ShortReadError as error:
         raise DamagedError(f"the file ends before its own records do ({error})") from error
     tensors = _Tensors(root, members)
-    machine = PickleMachine(tensors.builders(), tensors.storage)
-    tree = machine.load(data)
+    allowed = replace(limits, num_memory=min(limits.num_memory, budget.room)) if budget else limits
+    machine = PickleMachine(tensors.builders(), tensors.storage, allowed)
+    try:
+        tree = machine.load(data)
+    except MemoryLimitError as error:
+        if allowed.num_memory < limits.num_memory:
+            message = f"the records of the files before it left it {allowed.num_memory} bytes of memory, too few"
+            raise UnsupportedError(message) from error
+        raise
+    if budget:
+        budget.take(machine.num_memory)
     return TorchFile(handle.entry, root, tree, dict(machine.opaque))
 
 
@@ -157,7 +195,7 @@ class _Tensors:
         }
         for module in ("builtins", "__builtin__"):
             known[f"{module}.bytes"] = lambda arguments: _as_bytes(arguments[0]) if arguments else b""
-            known[f"{module}.set"] = lambda arguments: set(map(hashable, arguments[0] if arguments else ()))
+            known[f"{module}.set"] = lambda arguments: set(KeyGuard().keys(arguments[0] if arguments else ()))
             known[f"{module}.complex"] = lambda arguments: complex(*map(float, arguments[:2]))
             known[f"{module}.bytearray"] = lambda arguments: _as_bytes(arguments[0]) if arguments else b""
         known["collections.OrderedDict"] = _ordered_dict
@@ -177,7 +215,8 @@ class _Tensors:
     def subclass(self, arguments: tuple[Any, ...]) -> object:
         maker, kind, inner, _state = arguments
         plain = isinstance(kind, Global) and kind.module in ("torch", "torch._tensor") and kind.name == "Tensor"
-        if isinstance(maker, Global) and plain:
+        # No other builders: the memory of what they make of these arguments would not be counted.
+        if isinstance(maker, Global) and plain and str(maker).startswith("torch._utils._rebuild_"):
             builder = self.builders().get(str(maker))
             if builder is not None and isinstance(inner, tuple):
                 return builder(inner)
@@ -234,7 +273,10 @@ def _as_bytes(value: object) -> bytes:
 
 
 def _ordered_dict(arguments: tuple[Any, ...]) -> dict[Any, Any]:
-    return {hashable(key): value for key, value in (arguments[0] if arguments else ())}
+    if not arguments:
+        return {}
+    pairs = [(key, value) for key, value in arguments[0]]
+    return dict(zip(KeyGuard().keys(key for key, _ in pairs), (value for _, value in pairs), strict=True))
 
 
 _NUMBERS = {

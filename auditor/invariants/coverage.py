@@ -12,6 +12,7 @@ from auditor.model.catalog import WITHHELD, Catalog, FileState, Problem, Problem
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.region import Box, SweepTooLarge, coverage
 from auditor.model.run import StepEvidence
+from auditor.model.tiling import tiled_replicas
 
 
 def pieces_tile_tensors(evidence: StepEvidence) -> Judgement:
@@ -20,8 +21,12 @@ def pieces_tile_tensors(evidence: StepEvidence) -> Judgement:
     violations: list[Violation] = []
     undetermined: dict[str, list[str]] = {}
     num_holds = 0
+    whole = tiled_replicas(catalog) - _losing(catalog)
     for tensor in range(len(catalog.tensors)):
         for replica in range(len(catalog.replicas[tensor])):
+            if (tensor, replica) in whole:
+                num_holds += 1
+                continue
             try:
                 found = _judge(catalog, tensor, replica, catalog.rows_of(tensor, replica))
             except SweepTooLarge:
@@ -32,9 +37,21 @@ def pieces_tile_tensors(evidence: StepEvidence) -> Judgement:
     return Judgement(num_holds, tuple(violations), {reason: tuple(names) for reason, names in undetermined.items()})
 
 
+def _losing(catalog: Catalog) -> set[tuple[int, int]]:
+    """Tensor and replica of all that lost a piece with its file."""
+    pieces = catalog.pieces
+    lost = np.flatnonzero(_lost_files(catalog)[pieces.file])
+    return set(zip(pieces.tensor[lost].tolist(), pieces.replica[lost].tolist(), strict=True))
+
+
+def _lost_files(catalog: Catalog) -> NDArray[np.bool_]:
+    """Which files are gone with their pieces."""
+    return np.array([file.state in (FileState.MISSING, FileState.DAMAGED) for file in catalog.files] or [False])
+
+
 def _judge(catalog: Catalog, tensor: int, replica: int, rows: NDArray[np.int64]) -> Violation | None:
     what = catalog.tensors[tensor]
-    lost = [row for row in rows.tolist() if catalog.file_of(row).state in (FileState.MISSING, FileState.DAMAGED)]
+    lost = rows[_lost_files(catalog)[catalog.pieces.file[rows]]].tolist()
     regions = [catalog.pieces.region(int(row)) for row in rows]
     found = coverage(regions, what.shape)
     if found.exact and not lost:

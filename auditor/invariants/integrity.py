@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.model.catalog import WITHHELD, Catalog, FileState, ProblemKind, Scalar
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
-from auditor.model.run import Commit, PointerState, RunState, StepEvidence, StepState, optimizer_step
+from auditor.model.run import Commit, PointerState, RunState, StepEvidence, StepState, counters_of_files, optimizer_step
 
 
 def base_name(path: str) -> str:
@@ -47,7 +48,8 @@ def _files_in_state(catalog: Catalog, state: FileState) -> Judgement:
 
 def rank_files_are_there(evidence: StepEvidence) -> Judgement:
     """Every file that the recorded mesh implies is there."""
-    return _files_in_state(evidence.catalog, FileState.MISSING)
+    judged, unseen = _files_in_state(evidence.catalog, FileState.MISSING), evidence.catalog.unseen
+    return judged.merged(Judgement(undetermined={unseen: ("the files beside it",)})) if unseen else judged
 
 
 def files_are_whole(evidence: StepEvidence) -> Judgement:
@@ -75,6 +77,7 @@ def _files_with(catalog: Catalog, kind: ProblemKind) -> Judgement:
             catalog.within(problem.file),
             (Location(catalog.step, problem.file, coordinate=problem.coordinate, detail=problem.message),),
             f"{catalog.within(problem.file)} {problem.message}",
+            severity=Severity.WARNING if problem.ignored else None,
         )
         for problem in problems
     )
@@ -85,7 +88,8 @@ def _files_with(catalog: Catalog, kind: ProblemKind) -> Judgement:
 def steps_agree(evidence: StepEvidence) -> Judgement:
     """Every file that records a step records this one."""
     catalog = evidence.catalog
-    counters = [scalar for scalar in catalog.scalars if scalar.name in ("global_steps", "optimizer_step")]
+    counters = [scalar for scalar in catalog.scalars if scalar.name == "global_steps"]
+    counters += counters_of_files(catalog)
     usual = optimizer_step(catalog)
     odd: dict[str, Location] = {}
     for scalar in counters:
@@ -102,6 +106,18 @@ def _odd_step(catalog: Catalog, scalar: Scalar, wanted: float) -> Location:
     what = "is the state of optimizer step" if scalar.name == "optimizer_step" else "records global_steps"
     detail = f"{what} {scalar.value:g}, the checkpoint's is {wanted:g}"
     return Location(catalog.step, scalar.file, coordinate=scalar.coordinate, detail=detail)
+
+
+def name_tells_the_step(evidence: StepEvidence) -> Judgement:
+    """A folder that the framework named after a step holds that step."""
+    step, named, path = evidence.catalog.step, evidence.named_step, evidence.catalog.path
+    if named is None:
+        return Judgement(not_applicable={"the folder's name tells no step, or no file records one": 1})
+    if named == step:
+        return Judgement(1)
+    what = f"{base_name(path)} is" if path else "its folder is"
+    message = f"{what} named after step {named}, its files record step {step}"
+    return Judgement(violations=(Violation("the step", (Location(step, path, detail=message),), message),))
 
 
 def checksums_hold(evidence: StepEvidence) -> Judgement:
@@ -191,15 +207,21 @@ def steps_were_finished(run: RunState) -> dict[int, Judgement]:
 
 def optimizer_states_advance(run: RunState) -> dict[int, Judgement]:
     """No two saved steps hold the optimizer state of one optimizer step."""
+    counted = [(state, state.optimizer_step) for state in run.steps if state.optimizer_step is not None]
     first: dict[float, StepState] = {}
     repeated = []
-    for state in run.steps:
-        if state.optimizer_step is None:
-            continue
-        known = first.setdefault(state.optimizer_step, state)
+    for at, (state, number) in enumerate(counted):
+        fell = at > 0 and number < counted[at - 1][1]
+        if fell and at + 1 < len(counted) and 0 < counted[at + 1][1] - number <= counted[at + 1][0].step - state.step:
+            # The next save goes on from here: the optimizer began anew, and counts may come again.
+            first.clear()
+        known = first.setdefault(number, state)
         if state.moved and known.step != state.step and known.moved:
-            message = f"its optimizer state is that of optimizer step {state.optimizer_step:g}, as in step {known.step}"
-            repeated.append((state, _at(state, called(state), f"{called(state)}: {message}")))
+            message = f"its optimizer state is that of optimizer step {number:g}, as in step {known.step}"
+            found = _at(state, called(state), f"{called(state)}: {message}")
+            # At the end of a run nothing tells yet whether an optimizer that is behind began anew.
+            doubtful = fell and at + 1 == len(counted)
+            repeated.append((state, replace(found, severity=Severity.WARNING) if doubtful else found))
     return _per_step(run, repeated)
 
 
@@ -303,8 +325,9 @@ INVARIANTS = (
     ),
     Invariant(
         "INT009", "leftover-file", Severity.ERROR,
-        statement="No file of this format is there that belongs to no rank of the recorded mesh, or twice.",
-        rationale="Loaders that list the folder pick it up and take another save's part for this one's.",
+        statement="No file of this format is there that belongs to no rank of the recorded mesh, or twice. One that "
+                  "loaders pass over (layers of a deeper model in a pipeline's folder) is a warning.",
+        rationale="Loaders and converters that list the folder pick it up and take another save's part for this one's.",
         source="huggingface/diffusers#14769; DeepSpeed loads layer files by listing",
         example="layer_03-model_02-model_states.pt is of no rank of the mesh (pp 1 · dp 2 · tp 2), or there twice",
         misses="Leftovers of the same mesh, which only values and steps tell.",
@@ -324,14 +347,26 @@ INVARIANTS = (
     ),
     Invariant(
         "INT011", "optimizer-state-repeats", Severity.ERROR,
-        statement="The optimizer's own counter is another one in every saved step.",
+        statement="The optimizer's own counter is another one in every saved step, unless the optimizer began anew "
+                  "and counts on from there.",
         rationale="A step whose optimizer files are all those of an earlier save: weights and moments don't belong "
                   "together, and every file fits every other.",
         source="deepspeedai/DeepSpeed#5289; hiyouga/LlamaFactory#655",
         example="global_step300: its optimizer state is that of optimizer step 200, as in step 200",
-        misses="Optimizer files of a step that was not saved, or is not among those looked at.",
+        misses="Optimizer files of a step that was not saved, or is not among those looked at. In the newest step, "
+               "files of an earlier save than the one before are a warning: the optimizer may have begun anew.",
         hint="Restore the optimizer files of this step, or resume from the last good step.",
         judge_run=optimizer_states_advance, needs=Needs.HEADERS,
+    ),
+    Invariant(
+        "INT012", "step-named-otherwise", Severity.NOTE,
+        statement="A folder that its framework named after a step holds the step of that number.",
+        rationale="Somebody renamed or copied it, or its files are of another save: people and scripts go by the name.",
+        source="DeepSpeed engine.py (global_step<n>); Megatron checkpointing.py (iter_<n>); Trainer (checkpoint-<n>)",
+        example="global_step300 is named after step 300, its files record step 200",
+        misses="Names that people gave; folders in which nothing records a step, or a single file alone does.",
+        hint="If nobody renamed it on purpose, find out where its files are from before resuming from it.",
+        judge_step=name_tells_the_step, needs=Needs.NAMES,
     ),
     Invariant(
         "INT007", "step-saved-twice", Severity.ERROR,

@@ -1,16 +1,18 @@
-"""What an invariant is: a record, and a pure function that judges one step or one run by it."""
+"""What an invariant is: a record, and a pure function that judges one step, one run or the waivers by it."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 
 from auditor.model.catalog import Catalog
 from auditor.model.finding import Judgement, LikelyCause, Severity
 from auditor.model.observation import DifferenceClass
 from auditor.model.pairing import Pairing
 from auditor.model.run import RunState, StepEvidence
+from auditor.model.waiver import Waiver
 
 FAMILIES = {
     "INT": "integrity", "COV": "coverage", "MET": "metadata", "REP": "replicas", "TIE": "tying", "CST": "cast",
@@ -34,6 +36,7 @@ NEVER_A_CONSEQUENCE = frozenset({"SEC"})
 
 StepJudge = Callable[[StepEvidence], Judgement]
 RunJudge = Callable[[RunState], dict[int, Judgement]]
+WaiverJudge = Callable[[Sequence[Waiver], date], Judgement]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,16 @@ class Invariant:
     needs: Needs = Needs.HEADERS
     judge_step: StepJudge | None = None
     judge_run: RunJudge | None = None
+    judge_waivers: WaiverJudge | None = None
+    """Judges the configuration on a day. Its violations are about no step: they have no locations."""
     likely_causes: tuple[LikelyCause, ...] = ()
     causes_by_class: Mapping[DifferenceClass, tuple[LikelyCause, ...]] = field(default_factory=dict)
     """Causes that fit differences of one class better than ``likely_causes`` do."""
     pairings: Callable[[Catalog], Sequence[Pairing]] | None = None
     """Which pairs of tensors must have been compared element by element for it to speak."""
     reads: Callable[[Catalog], Iterable[int]] | None = None
-    """Of an invariant that needs weights: the tensors that are stored more than once or claimed equal, of which alone it
-    speaks. None: of all, or of those that ``pairings`` names."""
+    """Of an invariant that needs weights: the tensors that are stored more than once or claimed equal, of which alone
+    it speaks. None: of all, or of those that ``pairings`` names."""
     goes_first: bool = False
     """Whether it goes before the others of its family, whatever its number: it explains them."""
     one_fault: bool = False

@@ -30,7 +30,8 @@ def _judge(evidence: StepEvidence, *kinds: ProblemKind) -> Judgement:
         explained = lost if problem.kind is ProblemKind.UNPLACED else frozenset()
         subject = f"{catalog.within(problem.file)} {problem.tensor}".strip()
         message = f"{catalog.within(problem.file)} {problem.message}"
-        violations.append(Violation(subject, (location,), message, explained_by=explained))
+        severity = Severity.WARNING if problem.ignored else None
+        violations.append(Violation(subject, (location,), message, severity=severity, explained_by=explained))
     bad = {violation.locations[0].file for violation in violations}
     present = [file for file in catalog.files if file.state is FileState.PRESENT and file.name not in bad]
     reason = "storage did not let the file be read that would tell"
@@ -43,7 +44,10 @@ def ranks_agree(evidence: StepEvidence) -> Judgement:
 
 
 def metadata_is_consistent(evidence: StepEvidence) -> Judgement:
-    """What a file records about sizes, order and mesh fits what it and the others hold."""
+    """What a file records about sizes, order and mesh fits what it and the others hold.
+
+    A record that loaders don't look at is a warning.
+    """
     return _judge(evidence, ProblemKind.METADATA, ProblemKind.UNPLACED)
 
 
@@ -71,7 +75,8 @@ INVARIANTS = (
     ),
     Invariant(
         "MET002", "metadata-contradicts", Severity.ERROR,
-        statement="Recorded sizes, orders and meshes fit each other and the stored arrays.",
+        statement="Recorded sizes, orders and meshes fit each other and the stored arrays. A wrong record that no "
+                  "loader looks at (total_size in a Hugging Face index) is a warning.",
         rationale="Loaders cut flat buffers by what is recorded; a wrong record moves every later parameter.",
         source="deepspeedai/DeepSpeed#1165",
         example="mp_rank_01_model_states.pt records dp_world_size 4, others 2",

@@ -5,16 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from auditor.invariants import coverage, integrity, metadata, numerics, replica, security
+from auditor.invariants import (
+    cast,
+    configuration,
+    coverage,
+    integrity,
+    metadata,
+    numerics,
+    optimizer,
+    optimizer_twins,
+    optimizer_values,
+    replica,
+    security,
+    tying,
+)
 from auditor.invariants.invariant import FAMILIES, Invariant
+
+_MODULES = (
+    integrity, coverage, metadata, replica, cast, optimizer, optimizer_values, optimizer_twins, numerics, tying,
+    security, configuration,
+)  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def invariants() -> tuple[Invariant, ...]:
     """All invariants in order of precedence."""
-    found = [
-        item for module in (integrity, coverage, metadata, replica, numerics, security) for item in module.INVARIANTS
-    ]
+    found = [item for module in _MODULES for item in module.INVARIANTS]
     return tuple(sorted(found, key=lambda invariant: invariant.rank))
 
 

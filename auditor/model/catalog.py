@@ -107,6 +107,13 @@ class Scalar:
     coordinate: Coordinate = EVERYWHERE
     tensor: str = ""
     """The parameter whose optimizer state counts these steps, for counters kept per parameter."""
+    dtype: DType | None = None
+    """In which the file keeps it, for numbers kept as tensors."""
+
+    @property
+    def saturated(self) -> bool:
+        """Whether it is a count that adding one would not change in its dtype."""
+        return self.dtype is not None and self.value >= self.dtype.largest_count
 
 
 class ProblemKind(enum.Enum):
@@ -133,6 +140,8 @@ class Problem:
     tensor: str = ""
     order: int = -1
     """Position in the model of a tensor that the Catalog does not have."""
+    ignored: bool = False
+    """Whether loaders don't look at what is wrong: it misleads people and converters, and is a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +341,8 @@ class Catalog:
     """The optimizer's parameter groups, one entry a file and group."""
     ties: tuple[Tie, ...] = ()
     """Parameters that are said to be tied."""
+    unseen: str = ""
+    """Why it isn't known whether files are there that belong to these; empty where it is."""
 
     @cached_property
     def rows_by_tensor(self) -> dict[int, NDArray[np.int64]]:
@@ -347,13 +358,17 @@ class Catalog:
         return mine
 
     def only(self, chosen: Callable[[str], bool]) -> Catalog:
-        """This Catalog with only the tensors whose name is ``chosen``; files, scalars and problems stay."""
+        """This Catalog with only the tensors whose name is ``chosen``; files, scalars and problems stay.
+
+        Of the ties stay those of which all members are chosen.
+        """
         kept = [number for number, tensor in enumerate(self.tensors) if chosen(tensor.name)]
         return replace(
             self,
             tensors=tuple(self.tensors[number] for number in kept),
             replicas=tuple(self.replicas[number] for number in kept),
             pieces=self.pieces.only(kept),
+            ties=tuple(tie for tie in self.ties if all(map(chosen, tie.names))),
         )
 
     def within(self, path: str) -> str:

@@ -7,6 +7,7 @@ A :class:`DType` says how wide an element is and how its bits are read. It never
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 
@@ -54,6 +55,14 @@ class DType:
         """
         width = self.bits // 2 if self.kind is Kind.COMPLEX else self.bits
         return f"<u{max(width, 8) // 8}" if width >= 16 else "u1"
+
+    @property
+    def largest_count(self) -> float:
+        """Where a counter of this dtype stands still: adding one to the number rounds back to it. Integers: infinity.
+
+        A float of m mantissa bits holds every whole number up to 2^(m+1) and only every second one beyond.
+        """
+        return float(1 << (self.mantissa_bits + 1)) if self.kind is Kind.FLOAT else math.inf
 
     def num_bytes(self, num_elements: int) -> int:
         """Bytes that ``num_elements`` elements occupy when stored without gaps; packed types round up."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from auditor.model.catalog import Catalog
 from auditor.model.mesh import Coordinate
-from auditor.model.pairing import PairResult, Pairing
+from auditor.model.pairing import Pairing, PairResult
 
 
 class Read(enum.IntEnum):
@@ -89,6 +90,8 @@ class Observations:
     """File number to what its own checksums say, at level ``full``."""
     num_bytes_read: int = 0
     num_bytes_reread: int = 0
+    remembered: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What several invariants compute of these observations, so that one does it for all."""
 
 
 def unobserved(catalog: Catalog) -> Observations:
@@ -119,35 +122,58 @@ def replica_groups(catalog: Catalog, observations: Observations) -> list[Replica
     Replicas are equal when their digests are: sums over pieces do not depend on where the pieces are cut. Where a
     replica is not whole, its pieces are compared with the pieces of the same region in the others.
     """
-    groups = []
-    for tensor, replicas in enumerate(catalog.replicas):
-        if len(replicas) > 1:
-            groups.append(_sort_replicas(catalog, observations, tensor))
-    return groups
+    stored = [tensor for tensor, replicas in enumerate(catalog.replicas) if len(replicas) > 1]
+    totals = _totals(catalog, observations, stored)
+    return [_sort_replicas(catalog, observations, tensor, totals) for tensor in stored]
 
 
-def _sort_replicas(catalog: Catalog, observations: Observations, tensor: int) -> ReplicaGroup:
-    contents: dict[int, dict[object, tuple[int, int]]] = {}
-    incomplete = []
-    for replica in range(len(catalog.replicas[tensor])):
-        mine = catalog.rows_of(tensor, replica)
-        seen = observations.pieces[mine]
-        done = seen["read"] == Read.DONE
-        if not len(mine) or not done.all():
-            incomplete.append(replica)
+_Lanes = tuple[int, int]
+
+
+def _totals(catalog: Catalog, observations: Observations, tensors: Sequence[int]) -> dict[tuple[int, int], _Lanes]:
+    """Tensor and replica to the sums over its pieces, of replicas of which all pieces were read."""
+    pieces, seen = catalog.pieces, observations.pieces
+    wanted = np.zeros(len(catalog.tensors), bool)
+    wanted[list(tensors)] = True
+    rows = np.flatnonzero(wanted[pieces.tensor]) if len(pieces) else np.zeros(0, np.int64)
+    if not len(rows):
+        return {}
+    rows = rows[np.lexsort((pieces.replica[rows], pieces.tensor[rows]))]
+    tensor, replica = pieces.tensor[rows], pieces.replica[rows]
+    opens = (tensor[1:] != tensor[:-1]) | (replica[1:] != replica[:-1])
+    first = np.flatnonzero(np.concatenate([[True], opens]))
+    done = np.logical_and.reduceat(seen["read"][rows] == Read.DONE, first)
+    # Unsigned sums wrap around, as those of a digest shall.
+    lanes = [np.add.reduceat(seen[name][rows], first)[done].tolist() for name in ("lane0", "lane1")]
+    whole = first[done]
+    return dict(
+        zip(
+            zip(tensor[whole].tolist(), replica[whole].tolist(), strict=True),
+            zip(*lanes, strict=True),
+            strict=True,
+        )
+    )
+
+
+def _sort_replicas(
+    catalog: Catalog, observations: Observations, tensor: int, totals: Mapping[tuple[int, int], _Lanes]
+) -> ReplicaGroup:
+    replicas = range(len(catalog.replicas[tensor]))
+    incomplete = tuple(replica for replica in replicas if (tensor, replica) not in totals)
+    contents: dict[int, dict[object, _Lanes]]
+    if incomplete:
         # Per piece, so that a replica with a hole is still compared where it has something to say.
-        contents[replica] = {
-            catalog.pieces.region(int(row)): (int(row_seen["lane0"]), int(row_seen["lane1"]))
-            for row, row_seen in zip(mine[done], seen[done], strict=True)
-        }
-    if not incomplete:
-        contents = {replica: {"all": _total(found)} for replica, found in contents.items()}
-    return ReplicaGroup(tensor, _classes(contents), tuple(incomplete))
+        contents = {replica: _by_region(catalog, observations, tensor, replica) for replica in replicas}
+    else:
+        contents = {replica: {"all": totals[tensor, replica]} for replica in replicas}
+    return ReplicaGroup(tensor, _classes(contents), incomplete)
 
 
-def _total(parts: Mapping[object, tuple[int, int]]) -> tuple[int, int]:
-    mask = (1 << 64) - 1
-    return sum(p[0] for p in parts.values()) & mask, sum(p[1] for p in parts.values()) & mask
+def _by_region(catalog: Catalog, observations: Observations, tensor: int, replica: int) -> dict[object, _Lanes]:
+    mine = catalog.rows_of(tensor, replica)
+    done = mine[observations.pieces["read"][mine] == Read.DONE]
+    lanes = zip(*(observations.pieces[name][done].tolist() for name in ("lane0", "lane1")), strict=True)
+    return {catalog.pieces.region(row): pair for row, pair in zip(done.tolist(), lanes, strict=True)}
 
 
 def _classes(contents: Mapping[int, Mapping[object, tuple[int, int]]]) -> tuple[tuple[int, ...], ...]:

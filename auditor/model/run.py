@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from auditor.model.catalog import Catalog, FileState
+from auditor.model.catalog import Catalog, FileState, Scalar
 from auditor.model.observation import Observations
 
 
@@ -67,6 +67,8 @@ class StepEvidence:
     unread: str = ""
     """Why no weights were read, where none were asked for."""
     strict_buffers: bool = False
+    named_step: int | None = None
+    """The step that the folder's name tells, in a form that the framework itself uses, beside a recorded one."""
 
 
 def step_state(catalog: Catalog, modified: float) -> StepState:
@@ -81,10 +83,29 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
 
 def optimizer_step(catalog: Catalog) -> float | None:
     """The optimizer's own counter as most of the files record it; the one that fits the step best where they tie."""
-    counts = Counter(scalar.value for scalar in catalog.scalars if scalar.name == "optimizer_step")
+    counts = Counter(scalar.value for scalar in counters_of_files(catalog))
     skipped = max((scalar.value for scalar in catalog.scalars if scalar.name == "skipped_steps"), default=0.0)
     expected = catalog.step - skipped
     return max(counts, key=lambda value: (counts[value], -abs(value - expected)), default=None)
+
+
+def counters_of_files(catalog: Catalog) -> tuple[Scalar, ...]:
+    """What every file records of the optimizer's own step as a whole.
+
+    Where it counts for each parameter, that is the count which most of them have: single ones may be younger. Counters
+    that their dtype keeps from going on say nothing.
+    """
+    counting = [scalar for scalar in catalog.scalars if scalar.name == "optimizer_step" and not scalar.saturated]
+    found = [scalar for scalar in counting if not scalar.tensor]
+    single: dict[str, list[Scalar]] = {}
+    for scalar in counting:
+        if scalar.tensor:
+            single.setdefault(scalar.file, []).append(scalar)
+    for scalars in single.values():
+        counts = Counter(scalar.value for scalar in scalars)
+        value = max(counts, key=lambda value: (counts[value], value))
+        found.append(replace(scalars[0], value=value, tensor=""))
+    return tuple(found)
 
 
 def decide_commits(

@@ -39,10 +39,13 @@ class Waiver:
 
 
 def apply_waivers(findings: Sequence[Finding], waivers: Sequence[Waiver], today: date) -> list[Finding]:
-    """``findings`` with those marked that waivers cover at every place. One uncovered place, and it fails as before."""
+    """``findings`` with those marked that waivers cover at every place. One uncovered place, and it fails as before.
+
+    Findings about no step have no place, and can't be waived.
+    """
     active = [waiver for waiver in waivers if not waiver.expired(today)]
     return [
-        replace(finding, waived=bool(active) and all(
+        replace(finding, waived=bool(active and finding.locations) and all(
             any(waiver.covers(finding, location) for waiver in active) for location in finding.locations
         ))
         for finding in findings
@@ -50,7 +53,7 @@ def apply_waivers(findings: Sequence[Finding], waivers: Sequence[Waiver], today:
 
 
 Known = frozenset[tuple[object, ...]]
-"""What an earlier report said, as :func:`places` of its findings."""
+"""What an earlier report said, as :func:`places` of its findings; (id, message) of those about no step."""
 
 
 def places(identifier: str, location: Location) -> tuple[object, ...]:
@@ -59,9 +62,11 @@ def places(identifier: str, location: Location) -> tuple[object, ...]:
     return identifier, location.step, location.tensor or None, role, location.coordinate.indices, location.file or None
 
 
+def _places_of(finding: Finding) -> list[tuple[object, ...]]:
+    """All places of a finding; of one about no step, what it says instead."""
+    return [places(finding.id, location) for location in finding.locations] or [(finding.id, finding.message)]
+
+
 def apply_baseline(findings: Sequence[Finding], known: Known) -> list[Finding]:
     """``findings`` with those marked that an earlier report holds at every place."""
-    return [
-        replace(finding, in_baseline=all(places(finding.id, location) in known for location in finding.locations))
-        for finding in findings
-    ]
+    return [replace(finding, in_baseline=all(place in known for place in _places_of(finding))) for finding in findings]

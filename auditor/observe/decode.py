@@ -96,12 +96,12 @@ def rounded(bits: NDArray[np.unsignedinteger], source: DType, target: DType) -> 
     """
     if source.name == "float32" and target.name == "bfloat16":
         return _rounded_to_bfloat16(bits)
-    values = to_float64(bits, source)
     if target.name in ("float16", "float32", "float64"):
+        values = bits.view("<f4") if source.name == "float32" else to_float64(bits, source)
         with np.errstate(all="ignore"):
             native: NDArray[np.unsignedinteger] = values.astype(f"<f{target.bits // 8}").view(target.carrier)
             return native
-    return _rounded(values, target)
+    return _rounded(to_float64(bits, source), target)
 
 
 def _rounded_to_bfloat16(bits: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:

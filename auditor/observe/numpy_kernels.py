@@ -23,6 +23,8 @@ from auditor.observe.statistics import statistics_of_rows
 
 BLOCK_BYTES = 256 << 10
 """What is measured at once: it and its temporaries stay inside a usual L2 cache."""
+PAIR_BYTES = 128 << 10
+"""Of pairs less is taken at once, as they are widened to doubles."""
 LONG_BYTES = 32 << 10
 """Runs of so many bytes are worth numpy calls of their own."""
 MAX_LENGTHS = 12
@@ -35,9 +37,13 @@ class NumpyKernels:
     name = "numpy"
 
     def measure(self, buffer: Bytes, dtype: DType, runs: Runs, totals: NDArray[np.void]) -> None:
-        """As :meth:`~auditor.observe.kernels.Kernels.measure`."""
+        """As :meth:`~auditor.observe.kernels.Kernels.measure`.
+
+        Raises:
+            ValueError: a run lies outside the buffer.
+        """
         width = np.dtype(dtype.carrier).itemsize
-        for which, skip, length in _alike(runs.length, width):
+        for which, skip, length in _alike(runs.length, width, BLOCK_BYTES):
             rows = _gather(buffer, runs.at[which] + skip * width, length, dtype)
             found = statistics_of_rows(rows, dtype)
             found["lane0"], found["lane1"] = digest_rows(rows, runs.start[which] + skip, dtype)
@@ -50,11 +56,12 @@ class NumpyKernels:
         """As :meth:`~auditor.observe.kernels.Kernels.compare`.
 
         Raises:
-            ValueError: for dtypes that can't be compared so; see :func:`~auditor.observe.kernels.comparable`.
+            ValueError: a run lies outside its buffer, or these dtypes can't be compared so; see
+                :func:`~auditor.observe.kernels.comparable`.
         """
         compare = _COMPARE[pairing.kind]
         widths = np.dtype(left.dtype.carrier).itemsize, np.dtype(right.dtype.carrier).itemsize
-        for which, skip, count in _alike(length, max(widths)):
+        for which, skip, count in _alike(length, max(widths), PAIR_BYTES):
             sides = [
                 _gather(side.buffer, side.at[which] + skip * width, count, side.dtype)
                 for side, width in zip((left, right), widths, strict=True)
@@ -63,16 +70,18 @@ class NumpyKernels:
             compare(pairing, (left.dtype, right.dtype), sides, start[which] + skip, tally)
 
 
-def _alike(length: NDArray[np.int64], width: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int]]:
+def _alike(
+    length: NDArray[np.int64], width: int, block: int
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], int]]:
     """Parts of runs that have one length: the runs' numbers, elements to skip in each, and the length."""
     for run in np.flatnonzero(length * width >= LONG_BYTES).tolist():
-        for low in range(0, int(length[run]), BLOCK_BYTES // width):
-            count = min(BLOCK_BYTES // width, int(length[run]) - low)
+        for low in range(0, int(length[run]), block // width):
+            count = min(block // width, int(length[run]) - low)
             yield np.array([run]), np.array([low]), count
     short = np.flatnonzero((length > 0) & (length * width < LONG_BYTES))
     lengths = np.unique(length[short])
     for which, skip, count in _equal(short, length[short], lengths) if len(lengths) else ():
-        together = max(1, BLOCK_BYTES // (count * width))
+        together = max(1, block // (count * width))
         for low in range(0, len(which), together):
             yield which[low : low + together], skip[low : low + together], count
 
@@ -95,6 +104,8 @@ def _gather(buffer: Bytes, at: NDArray[np.int64], length: int, dtype: DType) -> 
     """Runs of one length as the rows of an aligned array."""
     carrier = np.dtype(dtype.carrier)
     count = length * carrier.itemsize
+    if int(at.min()) < 0 or int(at.max()) + count > len(buffer):
+        raise ValueError("a run lies outside the buffer")
     step = int(at[1] - at[0]) if len(at) > 1 else count
     if len(at) == 1 or (step > 0 and (np.diff(at) == step).all()):
         rows = as_strided(buffer[int(at[0]) : int(at[-1]) + count], (len(at), count), (step, 1), writeable=False)
@@ -185,13 +196,28 @@ def _compare_bound(
 ) -> None:
     first, second = (to_float64(bits, dtype) for bits, dtype in zip(sides, dtypes, strict=True))
     with np.errstate(all="ignore"):
-        root = np.sqrt(second + pairing.floor)
+        second += pairing.floor
+        if max(dtype.bits for dtype in dtypes) <= 32 and not _may_be_beyond(first, second, pairing, tally):
+            return
+        root = np.sqrt(second)
         np.abs(first, out=first)
-        judged = np.isfinite(first) & np.isfinite(second) & (second >= 0)
+        judged = np.isfinite(first) & np.isfinite(second) & (to_float64(sides[1], dtypes[1]) >= 0)
         ratio = np.where(judged & (first > 0), first / root, 0)
         beyond = judged & (first > pairing.limit * root)
     tally["largest"] = max(float(tally["largest"][0]), float(ratio.max()))
     _beyond(tally, beyond, start)
+
+
+def _may_be_beyond(
+    first: NDArray[np.float64], second: NDArray[np.float64], pairing: Pairing, tally: NDArray[np.void]
+) -> bool:
+    """A quick look without roots: whether something may lie beyond the limit, or beyond the largest ratio so far.
+
+    Squares of float32 neither overflow nor vanish in float64. The factor keeps rounding from hiding anything.
+    """
+    least = min(pairing.limit, float(tally["largest"][0]))
+    bound = second * (least * least * 0.9999999999)
+    return bool((np.square(first) > bound).any())
 
 
 _COMPARE = {PairKind.CAST: _compare_cast, PairKind.BOUND: _compare_bound, PairKind.EQUAL: _compare_bits}

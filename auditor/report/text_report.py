@@ -30,8 +30,6 @@ def text_lines(report: Report) -> Iterator[str]:
         yield from _run(run, report)
     if report.settings.origins:
         yield f"settings: {safe(', '.join(report.settings.origins))}"
-    for waiver in report.expired:
-        yield f"[yellow]waiver expired[/] {waiver.id} {safe(waiver.tensor)} on {waiver.until}: {safe(waiver.reason)}"
     yield f"exit code {int(exit_code(report))}"
 
 

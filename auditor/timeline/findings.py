@@ -64,6 +64,15 @@ def findings(steps: Mapping[int, StepJudgements], chosen: Sequence[Invariant]) -
     return sorted(found, key=lambda f: (by_id[f.id].rank, f.intervals[0].first_bad if f.intervals else -1))
 
 
+def findings_of_no_step(invariant: Invariant, judged: Judgement) -> list[Finding]:
+    """What is wrong beside the checkpoint: a finding a violation, without location and interval."""
+    return [
+        Finding(invariant.id, invariant.name, violation.severity or invariant.severity, violation.message,
+                invariant.hint, (), likely_causes=invariant.likely_causes)
+        for violation in judged.violations
+    ]  # fmt: skip
+
+
 _Kept = dict[str, dict[int, list[Violation]]]
 
 
@@ -181,7 +190,8 @@ def _fault_key(invariant: Invariant, history: Mapping[int, Sequence[Violation]])
         return _finest([violation.sides for violation in violations]), kind if kind in apart else None
     if invariant.one_fault:
         return ""
-    return frozenset(history)
+    # What is but a warning must not soften an error of the same steps, nor the other way round.
+    return frozenset(history), frozenset(violation.severity for violation in violations)
 
 
 def _finest(partitions: Sequence[tuple[tuple[Coordinate, ...], ...]]) -> frozenset[frozenset[Coordinate]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from auditor.model.finding import Finding, Severity
+from auditor.model.finding import Finding, Judgement, Severity
 from auditor.model.run import Commit, StepState
 from auditor.timeline.findings import StepJudgements
 
@@ -40,7 +40,7 @@ def last_good(
     bad = bad_steps(found, fail_on)
     rejected: list[tuple[int, str]] = []
     for state in reversed(states):
-        reason = _why_not(state, steps.get(state.step), bad.get(state.step), serious, strict=strict)
+        reason = _why_not(state, steps.get(state.step), bad.get(state.step), serious, fail_on, strict=strict)
         if not reason:
             return state, rejected
         rejected.append((state.step, reason))
@@ -48,8 +48,9 @@ def last_good(
 
 
 def _why_not(
-    state: StepState, judged: StepJudgements | None, finding: Finding | None, serious: AbstractSet[str], *, strict: bool
-) -> str:
+    state: StepState, judged: StepJudgements | None, finding: Finding | None, serious: AbstractSet[str],
+    fail_on: Severity, *, strict: bool,
+) -> str:  # fmt: skip
     """Why a step is not good; empty where it is."""
     if state.commit is not Commit.COMMITTED:
         return f"it is {state.commit.value}"
@@ -61,8 +62,15 @@ def _why_not(
     unknown = [identifier for identifier in NEEDED_IDS if identifier not in judged]
     if unknown:
         return f"{', '.join(unknown)} was not judged: a higher --level does"
-    violated = [key for key, item in judged.items() if key.startswith(NEEDED) and item.violations and key in serious]
+    violated = [
+        key for key, item in judged.items() if key.startswith(NEEDED) and key in serious and _fails(item, fail_on)
+    ]
     unclear = [key for key, item in judged.items() if item.undetermined and (strict or key.startswith(NEEDED))]
     if violated or unclear:
         return f"{(violated or unclear)[0]} is {'violated' if violated else 'undetermined'}"
     return ""
+
+
+def _fails(judged: Judgement, fail_on: Severity) -> bool:
+    """Whether a violation is as severe as ``fail_on``; those that state no severity have their invariant's."""
+    return any(violation.severity is None or violation.severity >= fail_on for violation in judged.violations)

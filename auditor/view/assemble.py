@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,11 +12,14 @@ from numpy.typing import NDArray
 from auditor.errors import AuditorError
 from auditor.model.catalog import Catalog, FileState, Piece, Tensor, placed_in_file
 from auditor.model.dtype import Kind
-from auditor.model.region import Box, as_boxes
+from auditor.model.region import Box, as_boxes, whole
 from auditor.storage.store import Handle, StorageError, Store
 from auditor.storage.strided import read_slab, slabs
 
 BUFFER_BYTES = 1 << 20
+
+Seen = Callable[[tuple[int, ...], NDArray[Any]], None]
+"""Is shown every stretch of elements as it was read: the first one's index in the tensor, and their bits."""
 
 
 class SourceLostError(AuditorError, RuntimeError):
@@ -35,8 +39,12 @@ def element_type(tensor: Tensor) -> np.dtype[np.generic]:
     return np.dtype(name).newbyteorder("<")
 
 
-def read_box(store: Store, catalog: Catalog, tensor: int, replica: int, box: Box) -> NDArray[np.generic]:
+def read_box(
+    store: Store, catalog: Catalog, tensor: int, replica: int, box: Box, seen: Seen | None = None
+) -> NDArray[np.generic]:
     """The elements of ``box`` of one replica.
+
+    ``seen`` is shown what is read before it is put in its place; elements that several pieces hold are shown each time.
 
     Raises:
         SourceLostError: a file is missing, damaged or unreadable, or no piece holds some element.
@@ -45,7 +53,7 @@ def read_box(store: Store, catalog: Catalog, tensor: int, replica: int, box: Box
     result = np.empty(box.shape, element_type(what))
     filled = np.zeros(box.shape, bool)
     pieces = (catalog.pieces[row] for row in catalog.rows_of(tensor, replica).tolist())
-    _fill(store, catalog, what, box, pieces, result, filled)
+    _fill(store, catalog, what, box, pieces, result, filled, seen)
     missing = box.num_elements - int(np.count_nonzero(filled))
     if missing:
         raise SourceLostError(f"{what.name} ({what.role.value}): no piece holds {missing} elements of {box}")
@@ -61,7 +69,7 @@ def read_piece(store: Store, catalog: Catalog, row: int) -> NDArray[np.generic]:
     _check(catalog, piece)
     try:
         with store.open(file.name) as handle:
-            _copy(handle, piece.offset, piece.shape, piece.strides, result)
+            _copy(handle, piece.offset, whole(piece.shape), piece.strides, result)
     except StorageError as error:
         raise SourceLostError(str(error)) from error
     return result
@@ -69,7 +77,7 @@ def read_piece(store: Store, catalog: Catalog, row: int) -> NDArray[np.generic]:
 
 def _fill(
     store: Store, catalog: Catalog, what: Tensor, box: Box, pieces: Iterable[Piece], result: NDArray[np.generic],
-    filled: NDArray[np.bool_],
+    filled: NDArray[np.bool_], seen: Seen | None,
 ) -> None:  # fmt: skip
     with ExitStack() as stack:
         handles: dict[int, Handle] = {}
@@ -88,7 +96,7 @@ def _fill(
                         handles[piece.file] = stack.enter_context(store.open(catalog.files[piece.file].name))
                     at = piece.offset + offset * result.itemsize
                     # Of a tensor without dims an empty index would give a copy, not the array itself.
-                    _copy(handles[piece.file], at, common.shape, strides, result[inside or ...])
+                    _copy(handles[piece.file], at, common, strides, result[inside or ...], seen)
                 except StorageError as error:
                     raise SourceLostError(str(error)) from error
                 filled[inside] = True
@@ -101,12 +109,16 @@ def _check(catalog: Catalog, piece: Piece) -> None:
 
 
 def _copy(
-    handle: Handle, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], target: NDArray[np.generic]
-) -> None:
-    """Copy a strided array of the file into ``target``, slab by slab."""
+    handle: Handle, offset: int, box: Box, strides: tuple[int, ...], target: NDArray[np.generic],
+    seen: Seen | None = None,
+) -> None:  # fmt: skip
+    """Copy ``box``, a strided array of the file, into ``target``, slab by slab."""
     carrier = np.dtype(f"V{target.itemsize}")
     buffer = bytearray(max(BUFFER_BYTES, target.itemsize))
     raw = target.view(carrier)
-    for slab in slabs(shape, strides, len(buffer) // target.itemsize):
+    for slab in slabs(box.shape, strides, len(buffer) // target.itemsize):
         inside = tuple(slice(a, a + n) for a, n in zip(slab.start, slab.shape, strict=True))
-        raw[inside] = read_slab(handle, slab, strides, offset, carrier, buffer)
+        bits = read_slab(handle, slab, strides, offset, carrier, buffer)
+        raw[inside] = bits
+        if seen:
+            seen(tuple(map(sum, zip(box.start, slab.start, strict=True))), bits)

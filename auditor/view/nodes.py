@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,26 +62,33 @@ class Array:
         for number in range(self.num_chunks()):
             yield f"c/{number}{rest}" if self.shape else "c"
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Length of every chunk, the last one's padding included."""
+        return math.prod(self.chunk_shape) * self.dtype.itemsize
+
+    def boxes(self) -> Iterator[tuple[str, Box]]:
+        """The key of every chunk with the box of the array that it holds."""
+        yield from ((key, self._box(number)) for number, key in enumerate(self.chunk_keys()))
+
+    def _box(self, number: int) -> Box:
+        if not self.shape:
+            return Box((), ())
+        rows, rest = self.chunk_shape[0], self.shape[1:]
+        return Box((number * rows, *(0 for _ in rest)), (min((number + 1) * rows, self.shape[0]), *rest))
+
     def chunk(self, key: str) -> bytes | None:
         """The bytes of the chunk under ``key`` (below the array), None where there is no such chunk."""
         if not self.shape:
-            return self.read(Box((), ())).tobytes() if key == "c" else None
+            return self.read(self._box(0)).tobytes() if key == "c" else None
         parts = key.split("/")[1:]
         numbers = [int(part) for part in parts if part.isdigit() and len(part) < 19]
         if len(numbers) != len(parts) or len(parts) != len(self.shape) or any(numbers[1:]):
             return None
-        number = numbers[0]
-        if number >= self.num_chunks():
+        if numbers[0] >= self.num_chunks():
             return None
-        rows = self.chunk_shape[0]
-        low, high = number * rows, min((number + 1) * rows, self.shape[0])
-        start = (low, *(0 for _ in self.shape[1:]))
-        values = self.read(Box(start, (high, *self.shape[1:])))
-        if high - low < rows:
-            # Zarr's last chunk is as long as the others; what lies beyond the array is never looked at.
-            padding = [(0, rows - (high - low)), *((0, 0) for _ in self.shape[1:])]
-            values = np.pad(values, padding)
-        return values.tobytes()
+        # Zarr's last chunk is as long as the others; what lies beyond the array is never looked at.
+        return self.read(self._box(numbers[0])).tobytes().ljust(self.chunk_bytes, b"\0")
 
     def document(self) -> bytes:
         """The array's ``zarr.json``."""

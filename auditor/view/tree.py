@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from auditor.containers.zarr_names import escape
 from auditor.model.catalog import Catalog, Pieces, Role, Tensor
 from auditor.model.mesh import EVERYWHERE, Coordinate, Shard
 from auditor.model.region import Box, whole
 from auditor.storage.store import Store
-from auditor.view.assemble import SourceLostError, element_type, read_box, read_piece
-from auditor.view.names import escape
+from auditor.view.assemble import Seen, SourceLostError, element_type, read_box, read_piece
+from auditor.view.description import description
 from auditor.view.nodes import Array, Group, Node, group
 
 SCHEMA_VERSION = 1
@@ -43,35 +44,46 @@ def run_tree(store: Store, steps: Sequence[StepNode]) -> Group:
 
     @lru_cache(maxsize=4)
     def step(name: str) -> Node | None:
-        return _Step(store, by_name[name].load()).node() if name in by_name else None
+        return StepTree(store, by_name[name].load()).node() if name in by_name else None
 
     root = {"auditor": {"schema_version": SCHEMA_VERSION}}
     return group({"steps": Group(lambda: list(by_name), step)}, root)
 
 
-class _Step:
+class StepTree:
     """The nodes of one step."""
 
     def __init__(self, store: Store, catalog: Catalog) -> None:
         self.store, self.catalog = store, catalog
-        self.ids = {(t.role, escape(t.name)): n for n, t in enumerate(catalog.tensors)}
+        self.ids: dict[tuple[Role, str], int] = {}
+        """Role and node name to the tensor's number."""
+        for number, tensor in enumerate(catalog.tensors):
+            node = escape(tensor.name)
+            # Ranks that disagree on a shape hold several tensors of one name: each is shown.
+            self.ids[tensor.role, f"{node}@{number}" if (tensor.role, node) in self.ids else node] = number
         self.places = sorted({place for places in catalog.replicas for place in places}, key=lambda c: c.indices)
 
     def node(self) -> Group:
-        catalog = self.catalog
-        attributes = {"auditor": {
-            "schema_version": SCHEMA_VERSION, "step": catalog.step, "format": catalog.format, "path": catalog.path,
-            "mesh": dict(catalog.mesh.axes),
-        }}  # fmt: skip
+        """The step's group."""
         return group({
             "tensors": self.roles(None),
-            "replicas": Group(lambda: map(_place_name, self.places), self.replica),
-            "pieces": Group(lambda: map(str, range(len(catalog.pieces))), self.piece),
+            "replicas": Group(lambda: map(place_name, self.places), self.replica),
+            "pieces": Group(lambda: map(str, range(len(self.catalog.pieces))), self.piece),
             "catalog": self.columns(),
-        }, attributes)  # fmt: skip
+        }, {"auditor": self.attributes()})  # fmt: skip
+
+    def attributes(self) -> dict[str, Any]:
+        """What is said of the step."""
+        catalog = self.catalog
+        order = {"rank_order": [axis for axis, _ in catalog.mesh.axes]} if catalog.mesh.ordered else {}
+        return {
+            "schema_version": SCHEMA_VERSION, "step": catalog.step, "format": catalog.format, "path": catalog.path,
+            "mesh": dict(catalog.mesh.axes), **order,
+        }  # fmt: skip
 
     def replica(self, name: str) -> Node | None:
-        place = next((place for place in self.places if _place_name(place) == name), None)
+        """The roles of the replicas at one place."""
+        place = next((place for place in self.places if place_name(place) == name), None)
         return self.roles(place) if place is not None else None
 
     def roles(self, place: Coordinate | None) -> Group:
@@ -83,26 +95,47 @@ class _Step:
         return group({role.value: self.role(role, nodes, place) for role, nodes in present.items()})
 
     def role(self, role: Role, nodes: Sequence[str], place: Coordinate | None) -> Group:
+        """The tensors of one role."""
         known = frozenset(nodes)
         return Group(lambda: nodes, lambda node: self.tensor(self.ids[role, node], place) if node in known else None)
 
     def tensor(self, number: int, place: Coordinate | None) -> Array:
-        what = self.catalog.tensors[number]
+        """One tensor, or its replica at ``place``."""
         places = self.catalog.replicas[number]
         replica = 0 if place is None else places.index(place)
+        if place is None and len(places) > 1:
+            return self.array(number, replica, lambda: {"replicas_agree": self.agree(number)})
+        return self.array(number, replica)
 
-        def attributes() -> Mapping[str, Any]:
-            extra = {"replicas_agree": self.agree(number)} if place is None and len(places) > 1 else {}
-            return {"auditor": {**self.common(what), "coordinate": places[replica].as_dict(),
-                                "source": self.sources(number, replica), **extra}}  # fmt: skip
-
+    def array(
+        self, number: int, replica: int, more: Callable[[], Mapping[str, Any]] = dict, seen: Seen | None = None
+    ) -> Array:
+        """One replica of a tensor; ``more``: attributes besides the usual ones; ``seen``: is shown what is read."""
+        what = self.catalog.tensors[number]
         names = tuple(f"{escape(what.name)}.{dim}" for dim in range(len(what.shape)))
         return Array(
-            what.shape, element_type(what), lambda box: read_box(self.store, self.catalog, number, replica, box),
-            names, attributes,
+            what.shape, element_type(what), lambda box: read_box(self.store, self.catalog, number, replica, box, seen),
+            names, lambda: {"auditor": {**self.of_replica(number, replica), **more()}},
         )  # fmt: skip
 
+    def of_replica(self, number: int, replica: int) -> dict[str, Any]:
+        """What is said of one replica."""
+        catalog, what, places = self.catalog, self.catalog.tensors[number], self.catalog.replicas[number]
+        rows = catalog.rows_of(number, replica)
+        shared = [set(catalog.pieces.coordinates[at].indices) for at in set(catalog.pieces.coordinate[rows].tolist())]
+        held = Coordinate.of(**dict(set.intersection(*shared))) if shared else Coordinate()
+        stated = {"stored_once": list(what.stored_once), "undetermined": what.undetermined}
+        several = {"replicas": [place.as_dict() for place in places]} if len(places) > 1 else {}
+        files = np.unique(catalog.pieces.file[rows])
+        return {
+            **self.common(what), "order": what.order, "coordinate": places[replica].as_dict(),
+            "ranks": held.merged(places[replica]).as_dict(), **several,
+            **{key: value for key, value in stated.items() if value},
+            "source": [catalog.files[file].name for file in files.tolist()],
+        }  # fmt: skip
+
     def common(self, what: Tensor) -> dict[str, Any]:
+        """What is said of a tensor, whichever replica or piece of it is shown."""
         placement = {
             axis: f"shard:{how.dim}" if isinstance(how, Shard) else "replicate" for axis, how in what.placement
         }
@@ -111,10 +144,6 @@ class _Step:
             "source_dtype": what.dtype.name, "packing": "none", "mesh": dict(self.catalog.mesh.axes),
             "placement": placement, "step": self.catalog.step,
         }  # fmt: skip
-
-    def sources(self, number: int, replica: int) -> list[str]:
-        files = np.unique(self.catalog.pieces.file[self.catalog.rows_of(number, replica)])
-        return [self.catalog.files[file].name for file in files.tolist()]
 
     def agree(self, number: int) -> bool | None:
         """Whether all replicas are equal; None where that is not known."""
@@ -132,6 +161,7 @@ class _Step:
         return len(contents) == 1
 
     def piece(self, name: str) -> Node | None:
+        """One stored part."""
         if not name.isdigit() or len(name) > 18 or str(int(name)) != name or int(name) >= len(self.catalog.pieces):
             return None
         row = int(name)
@@ -154,20 +184,17 @@ class _Step:
         return Array(piece.shape, element_type(what), read, names, attributes)
 
     def columns(self) -> Group:
+        """The Catalog's columns, and what else it holds as attributes."""
         pieces = self.catalog.pieces
         arrays: dict[str, Node] = {name: _column(name, getattr(pieces, name)) for name in (*Pieces.COLUMNS, "pool")}
-        catalog = self.catalog
-        return Group(lambda: arrays, arrays.get, lambda: {"auditor": {
-            "schema_version": SCHEMA_VERSION,
-            "tensors": [[t.name, t.role.value, t.dtype.name, list(t.shape), t.order] for t in catalog.tensors],
-            "replicas": [[place.as_dict() for place in places] for places in catalog.replicas],
-            "files": [[f.name, f.num_bytes, f.state.value, f.coordinate.as_dict()] for f in catalog.files],
-            "coordinates": [place.as_dict() for place in pieces.coordinates], "keys": list(pieces.keys),
-            "scalars": [[s.name, s.value, s.file, s.coordinate.as_dict()] for s in catalog.scalars],
-        }})  # fmt: skip
+        return Group(
+            lambda: arrays, arrays.get,
+            lambda: {"auditor": {"schema_version": SCHEMA_VERSION, **description(self.catalog)}},
+        )  # fmt: skip
 
 
-def _place_name(place: Coordinate) -> str:
+def place_name(place: Coordinate) -> str:
+    """The node name of a replica's coordinate."""
     return "all" if place == EVERYWHERE else str(place)
 
 

@@ -1,17 +1,21 @@
 """The adapter of BLOOM's layout, on what DeepSpeed wrote."""
 
+import io
 import shutil
 
 import pytest
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options
 from auditor.adapters.deepspeed_pipeline import DeepSpeedPipeline
+from auditor.audit import audit
 from auditor.model.catalog import FileState, ProblemKind, Role
+from auditor.model.finding import Severity
 from auditor.model.mesh import Coordinate, Replicate, Shard
 from auditor.model.region import coverage
+from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
-from tests.adapter_contract import AdapterContract
+from auditor.testing.adapter_contract import AdapterContract
 from tests.paths import HEALTHY, TP2_PP2, TP4, load_expect
 
 ADAPTER = DeepSpeedPipeline()
@@ -166,6 +170,59 @@ def test_files_of_a_larger_mesh_are_leftovers():
     problems = read(MemoryStore(objects)).problems
     assert {problem.kind for problem in problems} == {ProblemKind.LEFTOVER}
     assert len(problems) == 3
+
+
+def deeper(objects, *layers):
+    """A save over one of a deeper model: what that one called ``layers`` is still there, as layer 4's content."""
+    for layer in layers:
+        for tp in (0, 1):
+            name = f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"
+            objects[name] = objects[f"layer_04-model_{tp:02d}-model_states.pt"]
+    return objects
+
+
+@pytest.mark.parametrize("layer", [5, 7, 12])
+def test_layers_left_over_from_a_deeper_model(layer):
+    """Also one in the number of a module of this model that has no parameters (5)."""
+    catalog = read(MemoryStore(deeper(in_memory(HEALTHY, 10), layer)))
+    left = [problem for problem in catalog.problems if problem.kind is ProblemKind.LEFTOVER]
+    assert [problem.file for problem in left] == [f"layer_{layer:02d}-model_0{tp}-model_states.pt" for tp in (0, 1)]
+    assert all(problem.ignored for problem in left)
+    assert {tensor.name for tensor in catalog.tensors} == {tensor.name for tensor in read_step(HEALTHY, 10).tensors}
+
+
+def test_final_norm_of_a_deeper_model_is_left_over_too():
+    objects = in_memory(HEALTHY, 10)
+    objects["layer_09-model_00-model_states.pt"] = objects["layer_06-model_00-model_states.pt"]
+    (problem,) = [p for p in read(MemoryStore(objects)).problems if p.kind is ProblemKind.LEFTOVER]
+    assert problem.file == "layer_09-model_00-model_states.pt"
+
+
+def test_left_over_layers_are_a_warning_and_the_step_stays_good():
+    report = audit(MemoryStore(deeper(in_memory(HEALTHY, 10), 7)), Settings(level=Level.HEADERS))
+    (finding,) = [finding for finding in report.runs[0].findings if finding.id == "INT009"]
+    assert finding.severity is Severity.WARNING
+    assert "deeper model" in finding.message
+    assert report.runs[0].last_good.step == 10
+    strict = audit(MemoryStore(deeper(in_memory(HEALTHY, 10), 7)), Settings(fail_on=Severity.WARNING))
+    assert strict.runs[0].last_good is None
+
+
+def test_layers_of_which_nothing_is_recorded_stay_this_models():
+    """What a frozen layer holds is in no ``param_shapes``; a layer of a kind that this model has once may be frozen."""
+    torch = pytest.importorskip("torch")
+    frozen = io.BytesIO()
+    torch.save({"lm_head.weight": torch.zeros(4, 4)}, frozen)
+    objects = in_memory(HEALTHY, 10)
+    for tp in (0, 1):
+        objects[f"layer_07-model_{tp:02d}-model_states.pt"] = frozen.getvalue()
+    assert "7.lm_head.weight" in {tensor.name.split("@")[0] for tensor in read(MemoryStore(objects)).tensors}
+    # Without the recorded depth, a block more may be a frozen one.
+    unrecorded = deeper(in_memory(HEALTHY, 10), 7)
+    for name in ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"):
+        assert b"num_layers" in unrecorded[name]
+        unrecorded[name] = unrecorded[name].replace(b"num_layers", b"not_layers")
+    assert not [p for p in read(MemoryStore(unrecorded)).problems if p.kind is ProblemKind.LEFTOVER]
 
 
 def test_declines_with_reason_and_nearness():

@@ -18,13 +18,13 @@ from auditor.adapters.hugging_face_tensors import model_order
 from auditor.adapters.registry import recognise
 from auditor.audit import audit
 from auditor.model.catalog import FileState, Role
-from auditor.model.finding import Outcome
+from auditor.model.finding import Outcome, Severity
 from auditor.settings import DEFAULTS, Level, Settings
 from auditor.storage.faulty import Faults, FaultyStore
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
+from auditor.testing.adapter_contract import AdapterContract
 from auditor.verdict import ExitCode, exit_code
-from tests.adapter_contract import AdapterContract
 from tests.paths import HEALTHY, ROOT
 
 FIXTURES = ROOT / "tests" / "fixtures" / "hugging_face"
@@ -392,6 +392,18 @@ def test_tensor_that_two_files_hold():
 def test_recorded_total_that_is_wrong(size):
     objects = with_json(LLAMA, INDEX, lambda content: content["metadata"].update(total_size=size))
     assert found(objects) == {"MET002": ((), [(INDEX, "")])}
+
+
+def test_a_wrong_total_is_a_warning_and_softens_no_error():
+    """No loader looks at it."""
+    objects = with_json(LLAMA, INDEX, lambda content: content["metadata"].update(total_size=5))
+    report = audit(MemoryStore(objects))
+    (finding,) = report.runs[0].findings
+    assert (finding.severity, exit_code(report)) == (Severity.WARNING, ExitCode.HOLDS)
+    assert "records total_size 5, the tensors have" in finding.message
+    lost = with_json(LLAMA, INDEX, lambda content: content["weight_map"].pop(next(iter(content["weight_map"]))))
+    (finding,) = audit(MemoryStore(lost)).runs[0].findings
+    assert (finding.id, finding.severity) == ("MET002", Severity.ERROR)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "..", "a/b", "", 7, None, ["x"], "a\0b"])

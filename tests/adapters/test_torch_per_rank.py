@@ -20,7 +20,7 @@ from auditor.model.observation import DifferenceClass
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
-from tests.adapter_contract import AdapterContract
+from auditor.testing.adapter_contract import AdapterContract
 from tests.paths import HEALTHY as DEEPSPEED
 from tests.paths import ROOT, TP2_PP2
 

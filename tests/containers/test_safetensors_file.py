@@ -16,7 +16,7 @@ from auditor.containers.safetensors_file import MAX_HEADER_BYTES, SafetensorsFil
 from auditor.storage.faulty import Faults, FaultyStore
 from auditor.storage.memory import MemoryStore
 from auditor.storage.store import Entry
-from tests.recording import RecordingStore
+from auditor.testing.recording import RecordingStore
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hugging_face"
 

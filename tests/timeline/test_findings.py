@@ -231,6 +231,15 @@ def test_a_violation_may_state_its_own_severity():
     assert found.severity is Severity.NOTE
 
 
+def test_a_mild_violation_is_no_part_of_an_error_of_the_same_steps():
+    found = findings(
+        {1: {"COV001": judged(in_tensor(1), in_tensor(1, "b", severity=Severity.WARNING))}}, (COV,)
+    )  # fmt: skip
+    assert [(finding.severity, len(finding.locations)) for finding in found] == [
+        (Severity.ERROR, 1), (Severity.WARNING, 1),
+    ]  # fmt: skip
+
+
 def test_findings_carry_the_words_of_their_invariant():
     (found,) = findings({1: {"INT001": judged(in_file(1, "x"))}}, (INT,))
     assert (found.id, found.name, found.hint, found.severity) == ("INT001", INT.name, "hint INT001", Severity.ERROR)

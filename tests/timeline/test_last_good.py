@@ -45,6 +45,13 @@ def test_findings_below_the_threshold_and_waived_ones_do_not_count():
     assert chosen(steps, finding(2, waived=True)) == 2
 
 
+@pytest.mark.parametrize(("severity", "good"), [(None, 1), (Severity.ERROR, 1), (Severity.WARNING, 2)])
+def test_a_violation_of_the_needed_families_counts_by_its_own_severity(severity, good):
+    left = Judgement(5, (Violation("f", (Location(2, "f"),), severity=severity),))
+    steps = {1: ALL_HOLD, 2: {**ALL_HOLD, "INT009": left}}
+    assert chosen(steps, serious=frozenset({"INT009"})) == good
+
+
 def test_bad_steps_are_those_with_locations():
     found = [finding(2, 5), finding(7, severity=Severity.NOTE), finding(9, waived=True)]
     assert set(bad_steps(found, Severity.ERROR)) == {2, 5}

@@ -12,7 +12,7 @@ from auditor.adapters.deepspeed_pipeline import DeepSpeedPipeline
 from auditor.discovery import discover
 from auditor.storage.local import LocalStore
 from auditor.view.assemble import SourceLostError
-from auditor.view.names import escape, unescape
+from auditor.containers.zarr_names import escape, unescape
 from tests.paths import HEALTHY, RUN, TP2_PP2, TP4, load_expect
 
 STEPS = [(RUN, 50), (TP2_PP2, 6), (TP4, 6)]

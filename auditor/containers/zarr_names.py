@@ -27,5 +27,8 @@ def escape(name: str) -> str:
 
 
 def unescape(node: str) -> str:
-    """The name that :func:`escape` turned into ``node``."""
-    return "" if node == "%" else unquote_to_bytes(node).decode("utf-8", "surrogatepass")
+    """The name that :func:`escape` turned into ``node``; a node name that encodes no text is taken as it is."""
+    try:
+        return "" if node == "%" else unquote_to_bytes(node).decode("utf-8", "surrogatepass")
+    except UnicodeError:
+        return node

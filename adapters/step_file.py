@@ -1,0 +1,96 @@
+"""One file of a step, opened without its weights; whatever is wrong with it is in the result, not raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Self, TypeVar
+
+from auditor.adapters.adapter import Folder
+from auditor.containers.damage import DamagedError, UnsupportedError
+from auditor.containers.torch_zip import RecordBudget, TorchFile, read_torch_file
+from auditor.model.catalog import File, FileState
+from auditor.model.mesh import EVERYWHERE, Coordinate
+from auditor.storage.store import Entry, Handle, ObjectMissingError, StorageError, Store, changed_since, join
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened(Generic[T]):
+    """One file that was opened, or should have been; ``content`` is None where it could not be read."""
+
+    name: str
+    """Within the step's folder."""
+    state: FileState
+    content: T | None = None
+    detail: str = ""
+    entry: Entry | None = None
+    """As it was opened, else as the folder's listing has it."""
+
+    @classmethod
+    def open(
+        cls, store: Store, folder: Folder, name: str, read: Callable[[Handle], T],
+        salvage: Callable[[DamagedError], T | None] = lambda error: None,
+    ) -> Self:  # fmt: skip
+        """Open one file and ``read`` it.
+
+        ``salvage``: what can still be told of a damaged file, from the error.
+        """
+        listed, path = folder.files.get(name), join(folder.path, name)
+        try:
+            with store.open(path) as handle:
+                return cls(name, FileState.PRESENT, read(handle), "", handle.entry)
+        except DamagedError as error:
+            if changed_since(store, path, listed):
+                return cls(name, FileState.CHANGED, None, "it changed while it was read", listed)
+            return cls(name, FileState.DAMAGED, salvage(error), str(error), listed)
+        except ObjectMissingError:
+            return cls.absent(name)
+        except (UnsupportedError, StorageError) as error:
+            return cls(name, FileState.UNREADABLE, None, str(error), listed)
+
+    @classmethod
+    def absent(cls, name: str) -> Self:
+        """A file that must be there but isn't."""
+        return cls(name, FileState.MISSING, None, "it is not there")
+
+    @classmethod
+    def unopened(cls, folder: Folder, name: str) -> Self:
+        """A file of which the listing is enough."""
+        return cls(name, FileState.PRESENT, entry=folder.files[name])
+
+    @property
+    def lost(self) -> bool:
+        """Whether the file is missing or damaged: its tensors are not to be had from this checkpoint."""
+        return self.state in (FileState.MISSING, FileState.DAMAGED)
+
+    def as_file(
+        self, folder: str, container: str, coordinate: Coordinate = EVERYWHERE, opaque: Mapping[str, int] | None = None
+    ) -> File:
+        """The Catalog's record of it. ``opaque``: unknown objects in it, by class."""
+        num_bytes, identity = (self.entry.num_bytes, self.entry.identity) if self.entry else (0, "")
+        return File(
+            join(folder, self.name), num_bytes, identity, self.state, coordinate, self.detail, container,
+            tuple(sorted((opaque or {}).items())),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StepFile(Opened[TorchFile]):
+    """One torch file of a step."""
+
+    @classmethod
+    def read(cls, store: Store, folder: Folder, name: str, budget: RecordBudget | None = None) -> Self:
+        """Read the file's directory and pickle. ``budget``: shared by the files whose records are kept together."""
+        return cls.open(store, folder, name, lambda handle: read_torch_file(handle, budget))
+
+    @property
+    def tree(self) -> Mapping[Any, Any]:
+        """The saved dictionary; empty where the file could not be read or holds something else."""
+        tree = self.content.tree if self.content else None
+        return tree if isinstance(tree, dict) else {}
+
+    def as_rank_file(self, folder: str, coordinate: Coordinate) -> File:
+        """The Catalog's record of it, as the file of one rank."""
+        return self.as_file(folder, "torch-zip", coordinate, self.content.opaque if self.content else None)

@@ -1,0 +1,208 @@
+"""Zarr v3 nodes: ``zarr.json`` read by our own bounded reader, chunks as files that are never opened here.
+
+    zarr.json     node_type group or array; shape, data_type, chunk_grid, chunk_key_encoding, codecs, attributes
+    c/<i>/<j>     the chunk at position (i, j) of a regular grid, in C order; edge chunks are as long as others
+
+Only chunks whose bytes are the elements are read: the codec ``bytes``, little-endian, and nothing else. An array with
+other codecs is known by shape and dtype; ``unsupported`` says why its values aren't. Elements of zarr's own data types;
+an unsigned integer may carry another dtype of its width. Source: the Zarr v3 core specification, version 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from auditor.containers.damage import DamagedError, LimitError
+from auditor.containers.json_document import read_json
+from auditor.model.dtype import DTYPES, DType, Kind
+from auditor.model.region import Box
+from auditor.storage.store import Handle
+
+MAX_DIMS = 64
+MAX_EXTENT = 1 << 48
+"""Product of a shape's extents, zeros left out; beyond it a shape is nonsense."""
+
+Position = tuple[int, ...]
+"""Of a chunk in the grid."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrNode:
+    """A group, or what is common to all nodes."""
+
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ZarrArray(ZarrNode):
+    """An array, read without its chunks."""
+
+    shape: tuple[int, ...] = ()
+    chunk_shape: tuple[int, ...] = ()
+    data_type: str = ""
+    """The format's own word."""
+    prefix: str = "c"
+    """First part of a chunk's key; empty for the keys of Zarr v2."""
+    separator: str = "/"
+    unsupported: str = ""
+    """Why the values can't be read; empty where they can."""
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Chunks along every dim."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks in all: 1 for an array without dims, 0 for one without elements."""
+        return math.prod(self.grid)
+
+    def positions(self) -> Iterator[Position]:
+        """Every position of the grid, in C order; made one by one, for there may be too many."""
+        yield from _positions(self.grid)
+
+    def key(self, position: Position) -> str:
+        """The key of a chunk below the array."""
+        numbers = list(map(str, position))
+        return self.separator.join([self.prefix, *numbers] if self.prefix else numbers or ["0"])
+
+    def position(self, key: str) -> Position | None:
+        """The position of the chunk under ``key``; None where no chunk of the grid has this key."""
+        parts = key.split(self.separator)
+        if self.prefix:
+            if parts[0] != self.prefix:
+                return None
+            parts = parts[1:]
+        elif not self.grid:
+            return () if key == "0" else None
+        numbers = [int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 16]
+        fits = len(numbers) == len(parts) == len(self.grid) and all(
+            n < limit and part == str(n) for n, limit, part in zip(numbers, self.grid, parts, strict=True)
+        )
+        return tuple(numbers) if fits else None
+
+    def leads_to_chunks(self, folder: str) -> bool:
+        """Whether keys of chunks may begin with ``folder`` (below the array)."""
+        if self.separator != "/":
+            return False
+        parts = folder.split("/")
+        if self.prefix:
+            if parts[0] != self.prefix:
+                return False
+            parts = parts[1:]
+        return len(parts) < len(self.grid) and all(
+            part.isascii() and part.isdigit() and len(part) < 16 and part == str(int(part)) and int(part) < limit
+            for part, limit in zip(parts, self.grid, strict=False)
+        )
+
+    def box(self, position: Position) -> Box:
+        """What the chunk at a position holds of the array."""
+        start = tuple(p * c for p, c in zip(position, self.chunk_shape, strict=True))
+        return Box(start, tuple(min(a + c, n) for a, c, n in zip(start, self.chunk_shape, self.shape, strict=True)))
+
+    def chunk_bytes(self, dtype: DType) -> int:
+        """Length of every chunk."""
+        return dtype.num_bytes(math.prod(self.chunk_shape))
+
+    def dtype(self, source_dtype: str) -> DType | None:
+        """What the elements are: ``source_dtype`` where the array's own type only carries its bits; None if unknown."""
+        own = DTYPES.get(self.data_type)
+        if not source_dtype or source_dtype == self.data_type:
+            return own if own and own.bits >= 8 else None
+        true = DTYPES.get(source_dtype)
+        carries = own is not None and own.kind is Kind.UNSIGNED and true is not None and true.bits == own.bits
+        return true if carries else None
+
+
+def _positions(grid: tuple[int, ...]) -> Iterator[Position]:
+    if not grid:
+        yield ()
+    elif math.prod(grid) <= 1 << 16:
+        yield from product(*map(range, grid))
+    else:
+        # product() holds every dim's range as a tuple, which may be as long as a lie is large.
+        for first in range(grid[0]):
+            yield from ((first, *rest) for rest in _positions(grid[1:]))
+
+
+def read_node(handle: Handle) -> ZarrNode:
+    """Read one ``zarr.json``: a :class:`ZarrArray`, or a plain node for a group.
+
+    Raises:
+        DamagedError: it is no document of a Zarr v3 node, or contradicts itself.
+        LimitError: it asks for more than an honest one needs.
+        StorageError: storage failed.
+    """
+    # Zarr's readers take the last of two equal keys; whoever writes a key twice fools one reader or the other.
+    document = read_json(handle)
+    if not isinstance(document, dict) or document.get("zarr_format") != 3:
+        raise DamagedError("it is no document of a Zarr v3 node")
+    attributes = document.get("attributes", {})
+    if not isinstance(attributes, dict):
+        raise DamagedError("its attributes are no dictionary")
+    if document.get("node_type") == "group":
+        return ZarrNode(attributes)
+    if document.get("node_type") != "array":
+        raise DamagedError("it is neither a group nor an array")
+    return _array(document, attributes)
+
+
+def _array(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> ZarrArray:
+    shape = _counts(document.get("shape"))
+    if shape is None or len(shape) > MAX_DIMS:
+        raise DamagedError("it has no shape")
+    grid, encoding = (_named(document.get(key)) for key in ("chunk_grid", "chunk_key_encoding"))
+    chunk_shape = _counts(grid[1].get("chunk_shape"))
+    unsupported = _codecs(document.get("codecs"))
+    if grid[0] != "regular":
+        # Keys of chunks are not known then either; the whole array counts as one.
+        unsupported, chunk_shape = f"chunk grid {grid[0][:40] or 'of no name'}", tuple(max(1, n) for n in shape)
+    if chunk_shape is None or len(chunk_shape) != len(shape) or 0 in chunk_shape:
+        raise DamagedError(f"its chunks have no shape that fits {list(shape)}")
+    if max(math.prod(filter(None, shape)), math.prod(chunk_shape)) > MAX_EXTENT:
+        raise LimitError("its shape or that of its chunks is beyond any tensor's")
+    data_type = document.get("data_type")
+    name = data_type if isinstance(data_type, str) else _named(data_type)[0]
+    if not name or len(name) > 64:
+        raise DamagedError("it has no data type")
+    if encoding[0] not in ("default", "v2"):
+        unsupported = unsupported or f"chunk keys {encoding[0][:40] or 'of no name'}"
+    prefix, separator = ("", ".") if encoding[0] == "v2" else ("c", "/")
+    separator = encoding[1].get("separator", separator)
+    if separator not in ("/", "."):
+        raise DamagedError("the separator of its chunk keys is neither / nor .")
+    if isinstance(document.get("storage_transformers"), list) and document["storage_transformers"]:
+        unsupported = unsupported or "storage transformers"
+    return ZarrArray(attributes, shape, chunk_shape, name, prefix, separator, unsupported)
+
+
+def _codecs(stated: Any) -> str:
+    """Why the bytes of a chunk aren't its elements; empty where they are."""
+    if not isinstance(stated, list) or not stated:
+        raise DamagedError("it has no codecs")
+    for name, configuration in map(_named, stated):
+        if name != "bytes":
+            return f"codec {name[:40] or 'of no name'}"
+        if configuration.get("endian", "little") != "little":
+            return "codec bytes, big-endian"
+    return "" if len(stated) == 1 else "several codecs"
+
+
+def _named(stated: Any) -> tuple[str, Mapping[str, Any]]:
+    """Name and configuration of an extension point; a name alone is allowed."""
+    if isinstance(stated, str):
+        return stated, {}
+    if not isinstance(stated, dict) or not isinstance(stated.get("name"), str):
+        return "", {}
+    configuration = stated.get("configuration", {})
+    return stated["name"], configuration if isinstance(configuration, dict) else {}
+
+
+def _counts(value: Any) -> tuple[int, ...] | None:
+    # Not isinstance: true and false are integers too.
+    good = isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    return tuple(value) if good else None

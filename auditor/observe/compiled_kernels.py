@@ -1,0 +1,259 @@
+"""The compiled kernels, by numba. They give what the numpy kernels give; see :mod:`~auditor.observe.kernels`."""
+
+from __future__ import annotations
+
+import inspect
+import platform
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite.binding import get_host_cpu_features
+from numpy.typing import NDArray
+
+from auditor.model.dtype import DType, Kind
+from auditor.model.observation import OBSERVED
+from auditor.model.pairing import Pairing, PairKind
+from auditor.observe import (
+    compiled_loops,
+    compiled_pair_loops,
+    compiled_pairs,
+    compiled_steps,
+    compiled_vectors,
+    digest,
+)  # fmt: skip
+from auditor.observe.compiled_loops import Places, measuring
+from auditor.observe.compiled_pair_loops import SCRATCH_BYTES, comparing
+from auditor.observe.compiled_pairs import BEYOND, FIRST, NUM_COUNTS, ONE_ULP
+from auditor.observe.compiled_steps import KEYS, STATE_VECTORS
+from auditor.observe.compiled_vectors import FORMS, VECTOR, Form
+from auditor.observe.decode import to_float64
+from auditor.observe.digest import WORDS_PER_BLOCK, counting_pattern, word_keys
+from auditor.observe.kernels import Bytes, Runs, Side, comparable
+from auditor.observe.numpy_kernels import NumpyKernels
+
+
+class CompiledKernels:
+    """Measures with loops that numba compiles when they are first wanted, and keeps on disk where it can."""
+
+    name = "numba"
+
+    def __init__(self) -> None:
+        self.numpy = NumpyKernels()
+
+    def measure(self, buffer: Bytes, dtype: DType, runs: Runs, totals: NDArray[np.void]) -> None:
+        """As :meth:`~auditor.observe.kernels.Kernels.measure`.
+
+        Raises:
+            ValueError: a run lies outside the buffer, or its row outside the totals.
+        """
+        if not _is_compiled(dtype):
+            self.numpy.measure(buffer, dtype, runs, totals)
+            return
+        columns = [np.ascontiguousarray(column, np.int64) for column in (runs.at, runs.length, runs.start, runs.row)]
+        room = _room(dtype)
+        places = room.places
+        places[:5] = _address(buffer), len(buffer), _rows_address(totals), totals.strides[0], len(totals)
+        _no_run_outside(_measuring(room.form)(*columns, places))
+
+    def compare(
+        self, pairing: Pairing, left: Side, right: Side, length: NDArray[np.int64], start: NDArray[np.int64],
+        tally: NDArray[np.void],
+    ) -> None:  # fmt: skip
+        """As :meth:`~auditor.observe.kernels.Kernels.compare`.
+
+        Raises:
+            ValueError: a run lies outside its buffer, or as the numpy kernels do.
+        """
+        compare = _comparing(pairing.kind, left.dtype, right.dtype)
+        if compare is None:
+            self.numpy.compare(pairing, left, right, length, start, tally)
+            return
+        scratch, out = np.zeros(SCRATCH_BYTES, np.uint8), np.zeros(NUM_COUNTS, np.int64)
+        table, largest = np.zeros(NUM_COUNTS, np.int64), tally["largest"].copy()
+        table[FIRST] = tally["first"][0]
+        columns = [np.ascontiguousarray(column, np.int64) for column in (left.at, right.at, length, start)]
+        ends = [value for side in (left, right) for value in (_address(side.buffer), len(side.buffer))]
+        places = np.array([*ends, scratch.ctypes.data, out.ctypes.data], np.int64)
+        _no_run_outside(compare(*columns, float(pairing.limit), float(pairing.floor), table, largest, places))
+        tally["num_compared"] += columns[2].sum()
+        tally["num_beyond"] += table[BEYOND]
+        tally["num_one_ulp"] += table[ONE_ULP]
+        tally["largest"], tally["first"] = largest, table[FIRST]
+
+
+def _address(buffer: Bytes) -> int:
+    if buffer.itemsize != 1 or not buffer.flags.c_contiguous:
+        raise ValueError("a buffer is bytes one after the other")
+    return buffer.ctypes.data
+
+
+def _rows_address(totals: NDArray[np.void]) -> int:
+    if totals.dtype is not OBSERVED and totals.dtype != OBSERVED:
+        raise ValueError("totals are rows of OBSERVED")
+    return totals.ctypes.data
+
+
+def _no_run_outside(run: int) -> None:
+    # What is compiled would read foreign memory where numpy would have complained.
+    if run >= 0:
+        raise ValueError(f"run {run} lies outside the buffer or the totals")
+
+
+@lru_cache
+def _is_compiled(dtype: DType) -> bool:
+    """Whether this machine has instructions for the dtype: without them float16 would need a library that may lack."""
+    if dtype.name != "float16" or platform.machine().lower() in ("arm64", "aarch64"):
+        return True
+    if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
+        return "+f16c" in (numba.config.CPU_FEATURES or "")
+    return bool(get_host_cpu_features().get("f16c", False))
+
+
+@lru_cache
+def _comparing(kind: PairKind, left: DType, right: DType) -> Any:
+    """The compiled loop, or None where there is none for these dtypes."""
+    if not (comparable(kind, left, right) and _is_compiled(left) and _is_compiled(right)):
+        return None
+    first, second = _form(left), _form(right)
+    if kind is PairKind.EQUAL:
+        # Bits are bits: whatever kind of number they are.
+        plain = FORMS.index(next(form for form in FORMS if form.width == FORMS[first].width))
+        return comparing("equal", plain, plain, _stamp(), _Loop)
+    floats = all(dtype.kind is Kind.FLOAT and FORMS[_form(dtype)].width > 1 for dtype in (left, right))
+    if kind is PairKind.BOUND and floats:
+        return comparing("bound", first, second, _stamp(), _Loop)
+    if kind is PairKind.CAST and left.name in ("bfloat16", "float16") and right.name == "float32":
+        return comparing("cast", first, second, _stamp(), _Loop)
+    return None
+
+
+@lru_cache
+def _form(dtype: DType) -> int:
+    width = np.dtype(dtype.carrier).itemsize
+    if width == 1:
+        return FORMS.index(Form(1, "opaque"))
+    if dtype.name == "bfloat16":
+        kind = "brain"
+    elif dtype.kind in (Kind.FLOAT, Kind.COMPLEX):
+        kind = "float"
+    else:
+        kind = "signed" if dtype.kind is Kind.SIGNED else "unsigned"
+    return next(number for number, form in enumerate(FORMS) if (form.width, form.kind) == (width, kind))
+
+
+def _measuring(form: int) -> Any:
+    return measuring(form, _stamp(), _Loop)
+
+
+@lru_cache
+def _stamp() -> int:
+    """A number that changes with the source: numba itself looks at nothing but the age of the file of a loop."""
+    modules = (compiled_loops, compiled_pair_loops, compiled_pairs, compiled_steps, compiled_vectors, digest)
+    return zlib.crc32("".join(inspect.getsource(module) for module in modules).encode())
+
+
+class _Loop:
+    """A loop compiled without the interpreter's lock, and kept on disk for the next process if that can be."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        try:
+            self.loop = numba.njit(nogil=True, cache=True)(function)
+        except RuntimeError:
+            # numba finds no folder that it may write into.
+            self.loop = numba.njit(nogil=True)(function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        try:
+            return self.loop(*arguments)
+        except (OSError, EOFError):
+            # What is on disk can't be read, or no more can be written: before the loop began, so it is not done twice.
+            self.loop = numba.njit(nogil=True)(self.function)
+            return self.loop(*arguments)
+
+
+class _Rooms(threading.local):
+    """Every thread's own, by the names of dtypes."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, _Room] = {}
+
+
+_rooms = _Rooms()
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What one thread needs to measure elements of one dtype; making it anew for every call would cost more than it."""
+
+    form: int
+    places: NDArray[np.int64]
+    """As :class:`~auditor.observe.compiled_loops.Places`; the first five change from call to call."""
+    kept: tuple[NDArray[Any], ...]
+    """The arrays whose addresses are in ``places``."""
+
+
+def _room(dtype: DType) -> _Room:
+    room = _rooms.made.get(dtype.name)
+    if room is None:
+        room = _rooms.made[dtype.name] = _make_room(dtype)
+    return room
+
+
+def _make_room(dtype: DType) -> _Room:
+    form, pattern = _form(dtype), counting_pattern(dtype)
+    blank = _blank(form)
+    kept = (
+        blank.copy(), blank, np.zeros(VECTOR, np.uint8), *_keys(), *_prefix(len(pattern)),
+        np.zeros((8, 256), np.int64), _values(dtype),
+    )  # fmt: skip
+    columns = [
+        OBSERVED.fields[name][1]
+        for name in ("lane0", "num_nan", "minimum", "maximum", "sum_squares", "bits_used")
+        if OBSERVED.fields
+    ]
+    places = Places._make([0, 0, 0, 0, 0, *(array.ctypes.data for array in kept), *columns, pattern[0]])
+    return _Room(form, np.array(places, np.int64), kept)
+
+
+@lru_cache
+def _keys() -> NDArray[np.uint32]:
+    """Both lanes' word keys; whole vectors are read from any of them on."""
+    room = np.zeros(2 * (WORDS_PER_BLOCK + VECTOR) + VECTOR, np.uint32)
+    # Aligned, as most runs begin at the beginning of a block.
+    first = -room.ctypes.data % VECTOR // room.itemsize
+    keys = room[first:][: 2 * (WORDS_PER_BLOCK + VECTOR)].reshape(2, -1)
+    keys[:, :WORDS_PER_BLOCK] = word_keys()
+    return keys
+
+
+@lru_cache
+def _prefix(stride: int) -> NDArray[np.uint64]:
+    """Sums of the keys of all words below, of every ``stride``-th word alone."""
+    sums = np.zeros((2, WORDS_PER_BLOCK + 1), np.uint64)
+    counted = word_keys() * (np.arange(WORDS_PER_BLOCK) % stride == 0).astype(np.uint64)
+    np.cumsum(counted, axis=1, out=sums[:, 1:])
+    return sums
+
+
+@lru_cache
+def _blank(form: int) -> NDArray[np.uint64]:
+    """A state to which nothing was added."""
+    state = np.zeros((STATE_VECTORS, VECTOR // FORMS[form].width), f"<u{FORMS[form].width}")
+    sign = 1 << (8 * FORMS[form].width - 1)
+    state[KEYS], state[KEYS + 1], state[KEYS + 3] = sign, sign - 1, 2 * sign - 1
+    return state.reshape(-1).view(np.uint64)
+
+
+@lru_cache
+def _values(dtype: DType) -> NDArray[np.float64]:
+    """The value of every byte, for dtypes of one byte."""
+    if np.dtype(dtype.carrier).itemsize > 1:
+        return np.zeros(256)
+    return to_float64(np.arange(256, dtype=np.uint8), dtype)

@@ -1,0 +1,196 @@
+"""The one place that writes: the folder of an export. Every file appears whole under its name, or not at all.
+
+A file is drafted under a temporary name beside its own (``.<name>.partial``), may be read back there, and is renamed
+when it is done. Whoever is killed leaves a draft that the next run overwrites. Symbolic links inside the folder are
+refused, so that nothing is written through one to another place.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from auditor.errors import AuditorError, LockedError, UsageError
+from auditor.storage.store import ShortReadError, join
+
+
+class WriteError(AuditorError, OSError):
+    """The target did not take what was written: disk full, permission. The message names the file."""
+
+
+class Draft:
+    """A file under its temporary name."""
+
+    def __init__(self, descriptor: int, path: str) -> None:
+        self._descriptor, self._path = descriptor, path
+        self.num_bytes = 0
+        self.done = False
+
+    def append(self, content: memoryview) -> None:
+        """Add bytes at the end.
+
+        Raises:
+            WriteError: the disk is full, or fails.
+        """
+        at = 0
+        with _explained(self._path):
+            while at < len(content):
+                at += os.pwrite(self._descriptor, content[at:], self.num_bytes + at)
+        self.num_bytes += at
+
+    def pad(self, num_bytes: int) -> None:
+        """Zeros up to a length of ``num_bytes``."""
+        with _explained(self._path):
+            os.ftruncate(self._descriptor, num_bytes)
+        self.num_bytes = num_bytes
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with what was written from ``offset`` on.
+
+        Raises:
+            WriteError: it can't be read back.
+        """
+        done = 0
+        with _explained(self._path):
+            while done < len(buffer):
+                count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+                if not count:
+                    raise ShortReadError(f"{self._path}: ends at byte {offset + done} although more was written")
+                done += count
+
+    def publish(self) -> None:
+        """Give the file its name."""
+        with _explained(self._path):
+            os.replace(_draft_name(self._path), self._path)
+        self.done = True
+
+
+class FolderWriter:
+    """Writes below one folder of the local disk. May be used by several threads."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.location = os.fspath(root)
+        self._root = os.path.realpath(self.location)
+        self._known: set[str] = set()
+
+    def refuse_sources(self, sources: Sequence[str]) -> None:
+        """Make sure that nothing of a checkpoint lies in the folder, nor the folder in a checkpoint.
+
+        Raises:
+            UsageError: one lies in the other, perhaps by a symbolic link.
+        """
+        for source in map(os.path.realpath, sources):
+            common = os.path.commonpath([source, self._root])
+            if common == source:
+                raise UsageError(f"{self.location} lies inside {source}, from which is read; choose another place")
+            if common == self._root:
+                raise UsageError(f"{source}, from which is read, lies inside {self.location}; choose another place")
+
+    def make(self) -> None:
+        """Make the folder, if it isn't there.
+
+        Raises:
+            WriteError: it can't be made, or is no folder.
+        """
+        with _explained(self.location):
+            os.makedirs(self._root, exist_ok=True)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder, and hold it for this process alone.
+
+        Raises:
+            LockedError: another process holds it.
+            WriteError: it can't be made, or is no folder.
+        """
+        self.make()
+        with _explained(self.location):
+            descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            # Storage without locks: two exports at once are then the user's to avoid.
+            with suppress(OSError):
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise LockedError(f"{self.location}: another export is writing into it") from None
+            yield
+        finally:
+            os.close(descriptor)
+
+    def names(self) -> list[str]:
+        """What the folder holds, drafts left out."""
+        with _explained(self.location):
+            return sorted(name for name in os.listdir(self._root) if not name.endswith(".partial"))
+
+    def num_bytes(self, name: str) -> int | None:
+        """The length of a file, None where there is none."""
+        try:
+            status = os.lstat(self._path(name))
+        except OSError:
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write one small file whole.
+
+        Raises:
+            WriteError: as :meth:`Draft.append`.
+        """
+        with self.draft(name) as draft:
+            draft.append(memoryview(content))
+            draft.publish()
+
+    @contextmanager
+    def draft(self, name: str) -> Iterator[Draft]:
+        """A file to be written; it is thrown away unless it was published.
+
+        Raises:
+            WriteError: it can't be made.
+        """
+        path = self._path(name)
+        with _explained(path):
+            self._make_folder(name.rpartition("/")[0])
+            with suppress(FileNotFoundError):
+                os.unlink(_draft_name(path))
+            descriptor = os.open(_draft_name(path), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        draft = Draft(descriptor, path)
+        try:
+            yield draft
+        finally:
+            os.close(descriptor)
+            if not draft.done:
+                with suppress(OSError):
+                    os.unlink(_draft_name(path))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _make_folder(self, folder: str) -> None:
+        """Make a folder and those above it, none of which may be a link."""
+        if not folder or folder in self._known:
+            return
+        self._make_folder(folder.rpartition("/")[0])
+        path = self._path(folder)
+        with suppress(FileExistsError):
+            os.mkdir(path)
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise WriteError(f"{join(self.location, folder)}: is no folder of its own (a link, or a file)")
+        self._known.add(folder)
+
+
+def _draft_name(path: str) -> str:
+    folder, _, name = path.rpartition("/")
+    return f"{folder}/.{name}.partial"
+
+
+@contextmanager
+def _explained(path: str) -> Iterator[None]:
+    try:
+        yield
+    except AuditorError:
+        raise
+    except OSError as error:
+        raise WriteError(f"{path}: {os.strerror(error.errno) if error.errno else error}") from error

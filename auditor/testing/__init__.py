@@ -1,0 +1,1 @@
+"""What other people's adapters are tested with. The auditor itself imports nothing of it."""

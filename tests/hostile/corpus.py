@@ -1,0 +1,7 @@
+"""All hostile inputs. Every one of them is handed to the command line by ``test_corpus.py`` and ``measure.py``."""
+
+from tests.hostile.containers import CONTAINERS
+from tests.hostile.file_system import FILE_SYSTEM
+from tests.hostile.layouts import LAYOUTS
+
+CORPUS = (*CONTAINERS, *LAYOUTS, *FILE_SYSTEM)

@@ -1,0 +1,213 @@
+"""NUM002, NUM003: weights that collapsed, or are out of scale with their siblings in other layers."""
+
+import math
+
+import numpy as np
+import pytest
+
+from auditor.invariants.related import layer, seen_replicas, siblings
+from auditor.model.catalog import Role
+from auditor.model.dtype import BFLOAT16, FLOAT32
+from auditor.model.finding import Outcome
+from auditor.model.observation import Read
+from tests.invariants.measured import MASTER, PARAMETER, Step
+
+SHAPE = (16, 8)
+
+
+def weight(seed=0, scale=0.02):
+    return (np.random.default_rng(seed).normal(size=SHAPE) * scale).astype(np.float32)
+
+
+def model(odd=None, *, num=8, name="mlp.weight", role=PARAMETER, dtype=FLOAT32, at=5, **more):
+    """So many layers, of which one holds ``odd``."""
+    step = Step(group=None)
+    for number in range(num):
+        values = odd if odd is not None and number == at else weight(number)
+        step.add(f"layers.{number}.{name}", role, values, dtype=dtype, **more)
+    return step
+
+
+def only(judgement):
+    (violation,) = judgement.violations
+    return violation
+
+
+@pytest.mark.parametrize("identifier", ["NUM002", "NUM003"])
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_a_healthy_model_holds(identifier, dtype):
+    judged = model(dtype=dtype).judge(identifier)
+    assert (judged.outcome, judged.num_holds) == (Outcome.HOLDS, 8)
+
+
+@pytest.mark.parametrize("identifier", ["NUM002", "NUM003"])
+def test_what_was_not_read_or_is_not_finite_is_not_known(identifier):
+    assert model(read=Read.LOST).judge(identifier).outcome is Outcome.UNDETERMINED
+    broken = weight()
+    broken[0, 0] = math.nan
+    judged = model(broken).judge(identifier)
+    assert judged.undetermined == {"it holds numbers that are not finite": ("layers.5.mlp.weight",)}
+    assert judged.num_holds == 7
+
+
+# NUM002
+
+
+@pytest.mark.parametrize("role", [PARAMETER, MASTER])
+@pytest.mark.parametrize(("value", "words"), [(0.0, "all elements are 0,"), (0.5, "all elements are 0.5,")])
+def test_one_matrix_of_one_value(role, value, words):
+    found = only(model(np.full(SHAPE, value), role=role).judge("NUM002"))
+    assert found.subject == "layers.5.mlp.weight"
+    assert words in found.message
+    assert "7 siblings" in found.message
+
+
+def test_a_matrix_of_denormals_needs_no_siblings():
+    step = Step(group=None)
+    step.add("output_layer.weight", PARAMETER, np.full(SHAPE, 1e-42) * np.arange(1, 9))
+    assert "no number is beyond 8e-42" in only(step.judge("NUM002")).message
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        model(np.zeros(SHAPE), num=1, at=0),
+        model(np.zeros(SHAPE), num=3, at=0, name="attn.lora_B.weight"),
+        model(np.zeros((4, 4)), num=1, at=0),
+        model(np.zeros(128, np.float32), num=1, at=0),
+        model(weight(3, scale=1e-25)),
+    ],
+    ids=["no siblings", "fresh low-rank factor", "small", "vector", "tiny but not denormal"],
+)
+def test_zeros_that_say_nothing(step):
+    assert not step.judge("NUM002").violations
+
+
+def test_projections_that_all_begin_at_zero():
+    step = Step(group=None)
+    for number in range(8):
+        step.add(f"layers.{number}.mlp.down_proj.weight", PARAMETER, np.zeros(SHAPE))
+        step.add(f"layers.{number}.mlp.up_proj.weight", PARAMETER, weight(number))
+    judged = step.judge("NUM002")
+    assert not judged.violations
+    assert judged.num_holds == 8
+
+
+def deepened(zero_in_new_layers):
+    """Twelve layers; 4 and 9 were put between trained ones."""
+    names = ["self_attn.o_proj.weight", "self_attn.q_proj.weight", "mlp.down_proj.weight", "mlp.up_proj.weight"]
+    step = Step(group=None)
+    for number in range(12):
+        for name in names:
+            zero = number in (4, 9) and name in zero_in_new_layers
+            step.add(f"layers.{number}.{name}", PARAMETER, np.zeros(SHAPE) if zero else weight(number))
+    return step
+
+
+def test_layers_that_add_nothing_were_put_in_on_purpose():
+    judged = deepened(["self_attn.o_proj.weight", "mlp.down_proj.weight"]).judge("NUM002")
+    assert not judged.violations
+    assert judged.not_applicable == {
+        "a block that adds nothing: its two projections into the stream are zero": 4,
+    }
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        ["self_attn.o_proj.weight"],
+        ["self_attn.q_proj.weight"],
+        ["self_attn.o_proj.weight", "mlp.down_proj.weight", "mlp.up_proj.weight"],
+    ],
+)
+def test_other_zeros_in_a_layer_were_not(zero):
+    assert len(deepened(zero).judge("NUM002").violations) == 2 * len(zero)
+
+
+# NUM003
+
+
+def test_a_matrix_out_of_scale():
+    found = only(model(weight(5) * 10_000).judge("NUM003"))
+    assert found.subject == "layers.5.mlp.weight"
+    assert "root mean square 182, the median" in found.message
+
+
+def test_one_flipped_high_exponent_bit():
+    values = weight(5)
+    values[0, 0] = 0.02
+    values.view(np.uint32)[0, 0] ^= 1 << 30
+    assert values[0, 0] > 1e30
+    assert only(model(values).judge("NUM003"))
+
+
+@pytest.mark.parametrize("factor", [30, 1 / 30, 1e-6, 1000])
+def test_siblings_that_differ_as_healthy_ones_do(factor):
+    """Depth-scaled initialisation, layers that began at zero; 1000 times 0.02 is within the threshold of 1024."""
+    assert model(weight(5) * factor).judge("NUM003").outcome is Outcome.HOLDS
+
+
+def test_weights_that_began_at_zero_may_be_far_apart_while_they_are_small():
+    step = Step(group=None)
+    for number in range(8):
+        step.add(f"layers.{number}.w.lora_B", PARAMETER, weight(number, scale=1e-8 if number < 6 else 1e-2))
+    assert step.judge("NUM003").outcome is Outcome.HOLDS
+
+
+def test_few_siblings_say_nothing():
+    judged = model(weight(5) * 1e9, num=4, at=2).judge("NUM003")
+    assert judged.outcome is Outcome.NOT_APPLICABLE
+    assert only(model(weight(5) * 1e9, num=5, at=2).judge("NUM003"))
+
+
+def test_most_siblings_being_zero_says_nothing():
+    step = model(num=1)
+    for number in range(1, 8):
+        step.add(f"layers.{number}.mlp.weight", PARAMETER, np.zeros(SHAPE))
+    assert not step.judge("NUM003").violations
+
+
+# Who is whose sibling
+
+
+def family(*names):
+    step = Step(group=None)
+    for name in names:
+        step.add(name, PARAMETER, weight())
+    catalog = step.evidence().catalog
+    return [[catalog.tensors[number].name for number in members] for members in siblings(catalog, [Role.PARAMETER])]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("h.0.mlp.c_fc.weight", "h.11.mlp.c_fc.weight"),
+        ("3.mlp.dense_h_to_4h.weight", "40.mlp.dense_h_to_4h.weight"),
+        ("decoder/layers_3/mlp/wi", "decoder/layers_12/mlp/wi"),
+        ("layers.0.experts.1.w1", "layers.2.experts.7.w1"),
+    ],
+)
+def test_the_same_tensor_of_other_layers(names):
+    assert family(*names) == [list(names)]
+
+
+@pytest.mark.parametrize(
+    "names", [("layers.0.fc1.weight", "layers.0.fc2.weight"), ("dense_h_to_4h", "dense_4h_to_h"), ("w1", "w3")]
+)
+def test_numbers_inside_words_tell_tensors_apart(names):
+    assert family(*names) == [[name] for name in names]
+
+
+def test_the_layer_is_the_first_number():
+    assert layer("model.layers.12.experts.3.w1") == "12"
+    assert layer("lm_head.weight") == "lm_head.weight"
+
+
+def test_a_tensor_is_known_by_any_replica_that_was_read_whole():
+    step = Step(group=None)
+    step.add("weight", PARAMETER, weight(1), weight(2))
+    step.contents[0] = (*step.contents[0][:2], Read.LOST)
+    evidence = step.evidence()
+    (seen,) = seen_replicas(evidence.catalog, evidence.observations)[0]
+    assert seen.root_mean_square == pytest.approx(float(np.sqrt(np.mean(np.square(weight(2), dtype=float)))))
+    assert (seen.num_elements, seen.num_nonzero) == (128, 128)
