@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from auditor.adapters.adapter import MAX_RANKS, Folder
+from auditor.adapters.adapter import MAX_LOST, MAX_RANKS, Folder
 from auditor.adapters.megatron_names import megatron_args
 from auditor.adapters.step_file import StepFile
 from auditor.containers.torch_zip import RecordBudget, StoredTensor
@@ -244,11 +244,13 @@ def _degrees(
         1 + max((rank for _, rank in layers if rank < MAX_RANKS), default=0),
     )
     impossible: dict[str, str] = {}
+    num_files = len(models) + len(zeros)
     for _, file in sorted(models.items()):
         found = _recorded(file, counted, [*models, *(mp_rank for _, mp_rank in zeros)])
-        if found.pp * found.dp * found.tp <= MAX_RANKS:
+        if found.pp * found.dp * found.tp <= min(MAX_RANKS, MAX_LOST * num_files):
             return found, impossible
-        impossible[file.name] = f"records a mesh of {found.pp} x {found.dp} x {found.tp} ranks"
+        mesh = f"{found.pp} x {found.dp} x {found.tp}"
+        impossible[file.name] = f"records a mesh of {mesh} ranks, of which {num_files} files are here"
     in_model = 1 + max((rank for rank in models if rank < MAX_RANKS), default=0)
     return Degrees(max(1, in_model // counted.tp), counted.dp, counted.tp), impossible
 

@@ -8,7 +8,7 @@ its weights are stored under the number of the layer that uses it first.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from auditor.adapters.adapter import Options
 from auditor.adapters.catalog_builder import Part
@@ -120,9 +120,9 @@ class Layout:
     ) -> Part:  # fmt: skip
         assert placed.how is not None
         placement: Placement = {"tp": placed.how}
-        axes: Mapping[str, tuple[int, ...]] = {
+        axes: Mapping[str, Sequence[int]] = {
             "pp": tuple(stages) if role is not Role.PARAMETER else (),
-            "tp": tuple(range(self.degrees.tp)) if isinstance(placed.how, Replicate) else (),
+            "tp": range(self.degrees.tp) if isinstance(placed.how, Replicate) else (),
         }
         axes = {axis: indices for axis, indices in axes.items() if len(indices) > 1}
         # Weights are written by data-parallel rank 0 and by the first stage alone.

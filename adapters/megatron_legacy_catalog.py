@@ -5,6 +5,8 @@ A stage's files hold the same tensors, so what a lost file held is known from it
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from auditor.adapters.adapter import Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder, Part
 from auditor.adapters.megatron_legacy_files import Place, listing, read_step_files, recorded_step
@@ -49,8 +51,9 @@ class MegatronReading:
         """The Catalog of the step."""
         for file, coordinate in self.files.all():
             self.builder.file(file.as_rank_file(self.folder.path, coordinate))
-        for stage in range(self.degrees.pp):
-            self._add_stage(stage)
+        # In the order of stages; one without files has nothing to add.
+        for stage, places in groupby(self.states, key=lambda place: place[0]):
+            self._add_stage(stage, [*places])
         for place, file in sorted(self.files.optimizers.items()):
             self._add_flat_buffers(place, file)
         self._add_steps()
@@ -70,9 +73,8 @@ class MegatronReading:
 
     # Tensors
 
-    def _add_stage(self, stage: int) -> None:
-        """Every tensor of a stage, for every rank of the stage."""
-        places = [place for place in self.states if place[0] == stage]
+    def _add_stage(self, stage: int, places: list[Place]) -> None:
+        """Every tensor of a stage, for every rank of the stage: ``places``."""
         named = stage not in self.reasons
         slots: dict[Slot, StoredTensor] = {}
         for place in places:

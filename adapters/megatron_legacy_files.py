@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from auditor.adapters.adapter import MAX_RANKS, Folder
+from auditor.adapters.adapter import MAX_LOST, MAX_RANKS, Folder
 from auditor.adapters.megatron_names import megatron_args
 from auditor.adapters.step_file import StepFile
 from auditor.containers.torch_zip import RecordBudget, StoredTensor
@@ -236,7 +236,9 @@ def _degrees(read: Mapping[str, StepFile]) -> tuple[Degrees, dict[str, str]]:
     odd = {
         name: f"records a mesh of {found.num_ranks} ranks"
         for name, found in recorded.items()
-        if max(found.num_ranks, found.ep) > MAX_RANKS or (found.grid and found.dp % found.ep)
+        if max(found.num_ranks, found.ep) > MAX_RANKS
+        or found.pp * found.ep * found.tp > MAX_LOST * len(read)
+        or (found.grid and found.dp % found.ep)
     }
     possible = Counter(found for name, found in recorded.items() if name not in odd)
     if not possible:

@@ -12,7 +12,7 @@ With one embedding for input and output and several stages, the last stage holds
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from auditor.adapters.adapter import Options
 from auditor.adapters.catalog_builder import Part
@@ -154,12 +154,12 @@ class Layout:
             alone = f"{name}{suffix}@{coordinate.along(axes)}"
             return Part(alone, order, local, ((whole(local), 0),), undetermined=placed.reason)
         placement: Placement = {"tp": placed.how}
-        replica_axes = {
-            "pp": sorted(stages & set(held)) if tied else [],
-            "ep": [*range(self.degrees.ep)],
-            "tp": [*range(self.degrees.tp)] if isinstance(placed.how, Replicate) else [],
+        replica_axes: dict[str, Sequence[int]] = {
+            "pp": tuple(sorted(stages & set(held))) if tied else (),
+            "ep": range(self.degrees.ep),
+            "tp": range(self.degrees.tp) if isinstance(placed.how, Replicate) else (),
         }
-        axes_held = {axis: tuple(indices) for axis, indices in replica_axes.items() if len(indices) > 1}
+        axes_held = {axis: indices for axis, indices in replica_axes.items() if len(indices) > 1}
         return Part(
             name + suffix, order, global_shape(local, placement, self.degrees.mesh),
             self._boxes(local, placed, placement, coordinate), tuple(axes_held),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from auditor.adapters.adapter import MAX_RANKS, Folder, Options
+from auditor.adapters.adapter import MAX_LOST, MAX_RANKS, Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.optimizer_index import (
     ROLES,
@@ -50,7 +50,7 @@ class PerRankReading:
             unread = StepFile.unopened(folder, name)
             read[rank] = unread if skip else StepFile.read(store, folder, name, budget)
             world = recorded(read[rank], "world_size")
-            worlds.update([world] if world and world <= MAX_RANKS else [])
+            worlds.update([world] if world and world <= min(MAX_RANKS, MAX_LOST * len(series.names)) else [])
         self.world = worlds.most_common(1)[0][0] if worlds else 1 + max(read, default=0)
         if folder.alone:
             self.world = max(self.world, *(rank + 1 for rank in read))

@@ -23,6 +23,7 @@ from auditor.adapters.zarr_tree_description import (
     Listed,
     coordinate,
     count,
+    globs,
     mesh,
     placement,
     places,
@@ -149,7 +150,7 @@ class ZarrTreeReading:
 
     def _chosen(self, name: str) -> bool:
         """Whether the tensor is among those that were exported."""
-        return any(fnmatchcase(name, glob) for glob in words(self.said.get("tensors")) or ("*",))
+        return any(fnmatchcase(name, glob) for glob in globs(self.said))
 
     def _orders(self) -> dict[str, int]:
         """Name to position in the model: as stated, else by name."""
@@ -284,10 +285,10 @@ class ZarrTreeReading:
         if len(stored.chunks) == array.num_chunks:
             return
         for position in islice((at for at in array.positions() if at not in stored.chunks), MAX_NAMED):
-            name = self._path(f"{stored.path}/{array.key(position)}")
-            file = self.builder.file(
-                File(name, state=FileState.MISSING, coordinate=place, detail=_NOT_THERE, container="zarr")
-            )
+            name, reason = array.key(position), stored.lost(array.key(position))
+            detail = f"it was not exported: {reason}" if reason else _NOT_THERE
+            lost = File(self._path(f"{stored.path}/{name}"), 0, "", FileState.MISSING, place, detail, "zarr")
+            file = self.builder.file(lost)
             self.builder.piece(number, file, 0, array.box(position), place, key=key, strides=strides)
 
     def _check_origin(self, tensor: _Tensor, place: Coordinate, stored: Stored, step: int) -> None:

@@ -5,19 +5,24 @@ Entries that are not what the layout page says are left out: they describe, they
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from auditor.adapters.adapter import MAX_RANKS
+from auditor.containers.zarr_array import MAX_DIMS, MAX_EXTENT
 from auditor.model.catalog import File, FileState, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import DTYPES, DType
 from auditor.model.mesh import Coordinate, Mesh, Replicate, Shard
 from auditor.model.optimizer import Hyperparameter, ParameterGroup, Tie
 
-_MAX_EXTENT = 1 << 48
 _NUMBERS = {"NaN", "Infinity", "-Infinity"}
 _AXES = 16
+_MAX_GLOBS = 1000
+AXIS = re.compile(r"[a-z][a-z0-9_]{0,31}", re.A)
+"""What a mesh axis may be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ def coordinate(value: Any) -> Coordinate | None:
     """A coordinate written as axis to index."""
     if not isinstance(value, dict) or len(value) > _AXES:
         return None
-    good = all(axis.isidentifier() and axis.isascii() and count(n, MAX_RANKS) is not None for axis, n in value.items())
+    good = all(AXIS.fullmatch(axis) and count(n, MAX_RANKS) is not None for axis, n in value.items())
     return Coordinate.of(**value) if good else None
 
 
@@ -50,7 +55,7 @@ def mesh(attributes: Mapping[str, Any]) -> Mesh | None:
     stated = attributes.get("mesh")
     if not isinstance(stated, dict) or len(stated) > _AXES:
         return None
-    if not all(axis.isidentifier() and axis.isascii() and count(n, MAX_RANKS + 1) for axis, n in stated.items()):
+    if not all(AXIS.fullmatch(axis) and count(n, MAX_RANKS + 1) for axis, n in stated.items()):
         return None
     order = words(attributes.get("rank_order"))
     ordered = sorted(order) == sorted(stated) and bool(order)
@@ -74,6 +79,11 @@ def words(value: Any) -> tuple[str, ...]:
     """A list of strings."""
     good = isinstance(value, list) and all(isinstance(item, str) for item in value)
     return tuple(value) if good else ()
+
+
+def globs(said: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which tensors of its source a step holds: globs over their names; all where it says nothing."""
+    return words(said.get("tensors"))[:_MAX_GLOBS] or ("*",)
 
 
 class Description:
@@ -164,8 +174,10 @@ def _listed(row: Any, replicas: tuple[Coordinate, ...]) -> Listed | None:
     if not isinstance(row, list) or len(row) != len(kinds) or not all(map(isinstance, row, kinds)):
         return None
     role = next((role for role in Role if role.value == row[1]), None)
-    shape = tuple(n for n in row[3] if count(n, _MAX_EXTENT) is not None)
-    if role is None or row[2] not in DTYPES or len(shape) != len(row[3]):
+    shape = tuple(n for n in row[3] if count(n) is not None)
+    if role is None or row[2] not in DTYPES or len(shape) != len(row[3]) or len(shape) > MAX_DIMS:
+        return None
+    if math.prod(filter(None, shape)) > MAX_EXTENT:
         return None
     return Listed(row[0], role, DTYPES[row[2]], shape, row[4], replicas)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from auditor.adapters.adapter import Folder
 from auditor.adapters.step_file import Opened
+from auditor.adapters.zarr_tree_description import AXIS
 from auditor.containers.damage import LimitError
 from auditor.containers.zarr_array import Position, ZarrArray, ZarrNode, read_node
 from auditor.model.catalog import FileState, Role
@@ -20,7 +21,7 @@ MAX_ENTRIES = 1 << 22
 """Names that are listed below one array, or below one step to weigh it; there are no more chunks in honest ones."""
 _FEW_CHUNKS = 16
 """So many are asked for by name, which is quicker than listing folders."""
-_AXIS = re.compile(r"([a-z][a-z0-9_]{0,31})=(0|[1-9]\d{0,5})", re.A)
+_PLACE = re.compile(rf"({AXIS.pattern})=(0|[1-9]\d{{0,5}})", re.A)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,12 @@ class Stored:
         """What its attributes say under ``auditor``."""
         return said(self.opened.content)
 
+    def lost(self, key: str) -> str:
+        """What an export says of a chunk that it did not write; empty where it says nothing."""
+        told = self.said.get("lost")
+        reason = told.get(key) if isinstance(told, dict) else None
+        return reason if isinstance(reason, str) else ""
+
 
 Arrays = dict[tuple[Role, str], dict[Coordinate | None, Stored]]
 """Role and node name to the arrays of that tensor, by the replica's coordinate; None: the one under ``tensors/``."""
@@ -58,7 +65,7 @@ def coordinate_of(name: str) -> Coordinate | None:
     """The coordinate that a folder below ``replicas/`` is named after."""
     if name == "all":
         return EVERYWHERE
-    found = [_AXIS.fullmatch(part) for part in name.split(",")]
+    found = [_PLACE.fullmatch(part) for part in name.split(",")]
     place = Coordinate.of(**{match[1]: int(match[2]) for match in found if match})
     return place if str(place) == name else None
 

@@ -66,7 +66,7 @@ def discover(store: Store) -> list[RunSource]:
     nearest, root = _Nearest(), Folder.read(store, "")
     if not store.stat("").is_folder:
         return [_single(store, replace(root, alone=True))]
-    runs = list(_search(store, root, 0, [0], nearest))
+    runs = list(_search(store, root, (store.stat("").identity,), [0], nearest))
     if runs:
         return runs
     wanted = "\n".join(f"  {adapter.name}: {adapter.looks_for}" for adapter in adapters())
@@ -88,7 +88,10 @@ def _single(store: Store, root: Folder) -> RunSource:
     )
 
 
-def _search(store: Store, folder: Folder, depth: int, seen: list[int], nearest: _Nearest) -> Iterator[RunSource]:
+def _search(
+    store: Store, folder: Folder, above: tuple[str, ...], seen: list[int], nearest: _Nearest
+) -> Iterator[RunSource]:
+    """The runs in ``folder``; ``above``: identities of the folders down to it, itself included."""
     verdict = recognise(store, folder)
     if isinstance(verdict, tuple):
         yield RunSource(folder.path, [StepSource(folder, *verdict)])
@@ -100,6 +103,7 @@ def _search(store: Store, folder: Folder, depth: int, seen: list[int], nearest: 
     for entry in folder.folders.values():
         seen[0] += 1
         if seen[0] > MAX_FOLDERS:
+            run.unrecognised[folder.path or "."] = f"only the first {MAX_FOLDERS} folders were looked into"
             break
         try:
             child = Folder.read(store, entry.name)
@@ -117,9 +121,12 @@ def _search(store: Store, folder: Folder, depth: int, seen: list[int], nearest: 
             others.append(child)
     if run.steps:
         yield _as_run(store, folder, run, others)
-    elif depth + 1 < MAX_DEPTH and not isinstance(verdict, tuple):
+    elif len(above) < MAX_DEPTH and not isinstance(verdict, tuple):
         for child in others:
-            yield from _search(store, child, depth + 1, seen, nearest)
+            identity = folder.folders[base_name(child.path)].identity
+            # A link to a folder that it lies in leads to nothing new; a hundred of them would to a million folders.
+            if not identity or identity not in above:
+                yield from _search(store, child, (*above, identity), seen, nearest)
 
 
 def _as_run(store: Store, folder: Folder, run: RunSource, others: list[Folder]) -> RunSource:

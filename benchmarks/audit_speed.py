@@ -126,10 +126,13 @@ def cold(checks: Checks, kernels: str, threads: int, repetitions: int) -> None:
         print(f"{act:16} {wall:8.2f} {cpu:8.2f} {cpu / wall:8.2f} {checks.rate(times, act):18.2f}")
 
 
-def peaks(folder: Path, threads: int) -> None:
+def peaks(folder: Path, kernels: list[str], threads: int) -> None:
     """Peak memory of processes that check a run."""
+    size = size_of(folder) / 2**30
     for level in LEVELS:
-        print(f"{size_of(folder) / 2**30:6.2f} GiB  {level:10} peak RSS {peak_mib(folder, level, threads):6.0f} MiB")
+        for name in kernels:
+            peak = peak_mib(folder, level, name, threads)
+            print(f"{size:6.2f} GiB, {threads} thread(s)  {level:10} {name:6} peak RSS {peak:6.0f} MiB")
 
 
 def speeds(folder: Path, options: argparse.Namespace) -> None:
@@ -153,7 +156,9 @@ def main() -> None:
     parser.add_argument("--kernels", type=words, default=["numpy", "numba"])
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--run", type=Path, help="an existing run, instead of a synthetic one")
-    parser.add_argument("--parts", type=words, default=["warm", "split", "cold"], help="any of warm,split,cold")
+    parser.add_argument(
+        "--parts", type=words, default=["warm", "split", "cold"], help="of warm,split,cold; '' for none"
+    )
     parser.add_argument("--rss", type=words, default=[], help="peak memory for runs of so many GiB, as in 1,4,16")
     options = parser.parse_args()
     if options.run:
@@ -165,7 +170,7 @@ def main() -> None:
     for gib in options.rss:
         with tempfile.TemporaryDirectory() as scratch:
             write_run(Path(scratch) / "run", int(float(gib) * 2**30))
-            peaks(Path(scratch) / "run", max(options.threads))
+            peaks(Path(scratch) / "run", options.kernels, max(options.threads))
 
 
 if __name__ == "__main__":

@@ -107,12 +107,13 @@ def bytes_from_disk() -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
 
-def peak_mib(folder: Path, level: str, threads: int) -> float:
+def peak_mib(folder: Path, level: str, kernels: str, threads: int) -> float:
     """Peak resident memory of a check in a process of its own. Not ru_maxrss: it would count this process as well."""
+    words = ["auditor", "check", str(folder), "--level", level, "--kernels", kernels, "--threads", str(threads)]
     code = (
         "import sys\n"
         "from auditor.cli import main\n"
-        f"sys.argv = ['auditor', 'check', {str(folder)!r}, '--level', {level!r}, '--threads', '{threads}']\n"
+        f"sys.argv = {words!r}\n"
         "try: main()\n"
         "except SystemExit as done: assert not done.code, done.code\n"
         "lines = dict(line.split(':') for line in open('/proc/self/status'))\n"

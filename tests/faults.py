@@ -36,6 +36,24 @@ def poke(run, step, name, role="parameter", place="", element=0, value=None, fli
     return catalog.files[piece.file].name
 
 
+def rewrite(run, step, name, role, change, place=None):
+    """Put ``change(bits)`` in the place of every piece's value bits, in C order, in all replicas or in one; in place."""
+    catalog = catalog_of(run, step)
+    (number,) = [n for n, t in enumerate(catalog.tensors) if (t.name, t.role.value) == (name, role)]
+    carrier = np.dtype(catalog.tensors[number].dtype.carrier)
+    found = [catalog.pieces[row] for row in catalog.rows_by_tensor[number].tolist()]
+    for piece in sorted(found, key=lambda one: (one.replica, one.region.start)):
+        if place is not None and str(catalog.replicas[number][piece.replica]) != place:
+            continue
+        path = run / catalog.files[piece.file].name
+        content = bytearray(path.read_bytes())
+        count = int(np.prod(piece.shape))
+        bits = np.frombuffer(bytes(content), carrier, count, piece.offset)
+        new = np.asarray(change(bits.copy()), carrier)
+        content[piece.offset : piece.offset + count * carrier.itemsize] = new.tobytes()
+        path.write_bytes(content)
+
+
 def float32_bits(value):
     """The bits of a float32."""
     return int(np.float32(value).view(np.uint32))

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -122,7 +123,7 @@ def test_drift_is_the_same_in_the_export(drifted):
     "folder",
     [RUN, TP2_PP2, TP4, *(FIXTURES / "megatron_legacy" / name for name in ("tp2_drift", "tp2_pp2")),
      *(FIXTURES / "torch_per_rank" / name for name in ("healthy", "faulty", "own_buffers")),
-     *(FIXTURES / "hugging_face" / name for name in ("llama_sharded", "gpt2_torch_sharded", "mistral_tied", "trainer"))],
+     *(FIXTURES / "hugging_face" / name for name in ("llama_sharded", "mistral_tied", "trainer"))],
     ids=lambda folder: f"{folder.parent.name}-{folder.name}",
 )  # fmt: skip
 def test_every_format_says_the_same_of_itself_when_it_is_exported(folder, target):
@@ -229,8 +230,6 @@ def test_everything_that_a_catalog_holds_besides_pieces_comes_back(tmp_path, tar
 
 
 def moved(item):
-    from dataclasses import replace
-
     return replace(item, file=item.file.replace("run/", "steps/4/"))
 
 
@@ -365,14 +364,12 @@ def test_killed_at_any_file_it_goes_on(source, tmp_path, target, monkeypatch):
     export(LocalStore(source), str(tmp_path / "whole.zarr"), threads=1)
     wanted = files_in(tmp_path / "whole.zarr")
     monkeypatch.setattr("auditor.exporting.FolderWriter", DyingWriter)
-    deaths, DyingWriter.left = 0, 0
-    for left in (0, 1, 2, 3, 40, 151, 1, 17, 97, 200, 5):
+    for death, left in enumerate((0, 1, 2, 3, 40, 151, 1, 17, 97, 200, 5)):
         DyingWriter.left = left
         before = stamps(target) if target.exists() else {}
         with pytest.raises(Killed):
             export(LocalStore(source), str(target), threads=1)
-        deaths += 1
-        if deaths == 6:
+        if death == 5:
             assert not list(target.glob("steps/*/zarr.json"))
             assert audit(LocalStore(target)).runs[0].steps[-1].state.commit.name == "IN_PROGRESS"
         unchanged(before, stamps(target))
@@ -462,6 +459,8 @@ def test_a_missing_source_file_is_named_and_shows_in_the_check(source, target):
     assert "steps/10/replicas/tp=1/parameter/3.input_layernorm.weight/c/0" in missing
     assert f"steps/10/{LAYER}" in missing
     assert found.last_good.step == 20
+    details = [location.detail for f in found.findings for location in f.locations]
+    assert any(f"it was not exported: global_step10/{LAYER} is missing" in detail for detail in details)
     said = zarr.open_group(target)["steps/10/tensors/parameter/3.mlp.dense_h_to_4h.weight"].attrs["auditor"]
     assert said["num_chunks_lost"] == 1
     lost.write_bytes(content)
@@ -489,6 +488,15 @@ def test_a_source_that_changes_meanwhile_leaves_the_step_unfinished(source, targ
     assert (target / "steps/10/zarr.json").exists()
 
 
+def test_a_source_that_was_changing_when_it_was_listed(tmp_path, target):
+    store, catalog = by_hand(tmp_path, FLOAT32, (4,), [whole((4,))])
+    changing = replace(catalog, files=(replace(catalog.files[0], state=FileState.CHANGED),))
+    assert written(store, target, changing).changed == ("a.bin",)
+    assert not (target / "steps/1/zarr.json").exists()
+    assert not written(store, target, catalog).lost
+    assert (target / "steps/1/zarr.json").exists()
+
+
 def test_a_step_that_was_saved_anew_is_not_written_over(source, target):
     export(LocalStore(source), str(target))
     file = source / "global_step10" / LAYER
@@ -497,7 +505,7 @@ def test_a_step_that_was_saved_anew_is_not_written_over(source, target):
     assert export(LocalStore(source), str(target)).steps["steps/10"].num_bytes == 0
     assert {n: c for n, c in files_in(target).items() if "/c/" in n} == {n: c for n, c in before.items() if "/c/" in n}
     shutil.copy(RUN / "global_step50" / LAYER, file)
-    with pytest.raises(OccupiedError, match="3.input_layernorm.weight|3.*exported with other values"):
+    with pytest.raises(OccupiedError, match="was exported with other values"):
         export(LocalStore(source), str(target))
 
 
@@ -513,21 +521,17 @@ def test_another_run_is_in_the_way(source, target):
 
 
 def test_places_that_would_touch_the_source_are_refused(source, tmp_path):
-    before = files_in(source)
     (tmp_path / "link").symlink_to(source)
     (tmp_path / "away").mkdir()
     shutil.move(source / "global_step20", tmp_path / "away/global_step20")
     (source / "global_step20").symlink_to(tmp_path / "away/global_step20")
-    inside = [source, source / "out", source / "global_step10/out", tmp_path / "link/out", tmp_path / "link/../source/x"]
+    inside = [source, source / "out", source / "global_step10/out", tmp_path / "link/out", source / "../source/x"]
+    before = {**files_in(source), **files_in(tmp_path / "away")}
     for target in (*inside, tmp_path / "away/global_step20/out", tmp_path, tmp_path / "away"):
         with pytest.raises(UsageError, match="lies inside"):
             export(LocalStore(source), str(target))
     assert cli("export", source, source / "out").returncode == 2
-    assert files_in(source) | files_in(tmp_path / "away") == {
-        name.removeprefix("global_step20/") if name.startswith("global_step20/") else name: content
-        for name, content in before.items()
-    } or set(files_in(source)) <= set(before)
-    assert not (source / "out").exists()
+    assert {**files_in(source), **files_in(tmp_path / "away")} == before
 
 
 def test_something_else_is_not_written_over(source, tmp_path):

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from auditor.containers.dcp_items import items_from_the_end
 from auditor.containers.zip_directory import read_directory
 from auditor.storage.store import Handle
 
@@ -53,6 +54,20 @@ def verify_zip(handle: Handle) -> Verified:
     return Verified(good, tuple(bad), without, num_bytes)
 
 
+def verify_items(handle: Handle) -> Verified:
+    """CRC-32 of every member of all the zip files that make up a data file of ``torch.distributed.checkpoint``.
+
+    Raises:
+        DamagedError, StorageError: as reading the directories and the data.
+    """
+    found = [(window.start, verify_zip(window)) for window in items_from_the_end(handle)]
+    bad = tuple(f"{name} of the item at byte {start}" for start, one in reversed(found) for name in one.bad)
+    good, without, num_bytes = (
+        sum(getattr(one, count) for _, one in found) for count in ("num_good", "num_without", "num_bytes_read")
+    )
+    return Verified(good, bad, without, num_bytes)
+
+
 def verify_blob(handle: Handle) -> Verified:
     """SHA-256 of a file that is kept under that very name, behind a link: how a download cache of the Hub lies on disk.
 
@@ -74,5 +89,7 @@ def verify_blob(handle: Handle) -> Verified:
     return Verified(int(good), () if good else (f"the whole file, kept as blob {stated}",), 0, size)
 
 
-VERIFIERS: dict[str, Callable[[Handle], Verified]] = {"torch-zip": verify_zip, "safetensors": verify_blob}
+VERIFIERS: dict[str, Callable[[Handle], Verified]] = {
+    "torch-zip": verify_zip, "dcp": verify_items, "safetensors": verify_blob,
+}  # fmt: skip
 """By container name, as the Catalog's files state it."""

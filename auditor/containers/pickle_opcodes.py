@@ -348,7 +348,7 @@ def _add_items(machine: PickleStack) -> None:
 @_simple(b"s")
 def _set_item(machine: PickleStack) -> None:
     value, key = machine.stack.pop(), machine.stack.pop()
-    machine.set_items([key, value])
+    machine.set_item(key, value)
 
 
 @_simple(b"u")

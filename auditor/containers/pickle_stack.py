@@ -239,6 +239,14 @@ class PickleStack:
         else:
             raise TypeError("items set on something that is no mapping")
 
+    def set_item(self, key: object, value: object) -> None:
+        """Add one key and its value to the mapping below them."""
+        target = self.stack[-1]
+        if isinstance(target, dict) and type(key) is str:
+            target[key] = value
+        else:
+            self.set_items([key, value])
+
     def resolve(self, persistent_id: object) -> None:
         """Put on the stack what a persistent id stands for."""
         if self._persistent is None:

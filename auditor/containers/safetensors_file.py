@@ -26,6 +26,8 @@ MAX_DIMS = 64
 MAX_EXTENT = 1 << 48
 """Product of a shape's extents, zeros left out. Beyond it a shape is nonsense, also where the tensor has no data."""
 MAX_DTYPE_NAME = 32
+MAX_NAME = 4096
+"""Characters of the longest tensor name that is believed."""
 
 _LENGTH = struct.Struct("<Q")
 _LFS_POINTER = b"version "
@@ -128,6 +130,8 @@ def _metadata(stated: object) -> dict[str, str]:
 def _record(name: str, stated: object, data: int) -> Record:
     """One entry of the header; ``data`` is the first byte after the header."""
     shown = name[:200]
+    if len(name) > MAX_NAME:
+        raise LimitError(f"its header gives a tensor a name of {len(name)} characters: {shown!r}…")
     if not isinstance(stated, dict):
         raise DamagedError(f"its header says of {shown!r} something that is no description of a tensor")
     kind, shape, offsets = stated.get("dtype"), _counts(stated.get("shape")), _counts(stated.get("data_offsets"))

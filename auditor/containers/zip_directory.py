@@ -104,6 +104,38 @@ def _locate(handle: Handle, size: int) -> tuple[int, int, int]:
     return start, length, count
 
 
+def archive_before(handle: Handle) -> int:
+    """First byte of the zip file that ends where ``handle`` does, whatever lies before it.
+
+    Raises:
+        DamagedError: no zip file without a comment ends there.
+        StorageError: storage failed.
+    """
+    size = handle.entry.num_bytes
+    length = min(size, _END64.size + _SHORT_TAIL)
+    try:
+        tail = read_bytes(handle, size - length, length)
+    except ShortReadError as error:
+        raise DamagedError(f"the file ends before its own records do ({error})") from error
+    at = len(tail) - _END.size
+    if at < 0 or tail[at : at + 4] != b"PK\x05\x06":
+        raise DamagedError(f"no zip file ends at byte {size}")
+    _, _, _, _, _, directory, start, _ = _END.unpack_from(tail, at)
+    at -= _LOCATOR.size
+    if at >= _END64.size and tail[at : at + 4] == b"PK\x06\x07":
+        end64 = _LOCATOR.unpack_from(tail, at)[2]
+        at -= _END64.size
+        record = _END64.unpack_from(tail, at)
+        begin = size - len(tail) + at - end64
+        if record[0] != b"PK\x06\x06" or record[8] + record[9] != end64 or begin < 0:
+            raise DamagedError(f"the zip file that ends at byte {size} has end records that contradict each other")
+        return int(begin)
+    begin = size - _END.size - directory - start
+    if begin < 0:
+        raise DamagedError(f"the zip file that ends at byte {size} is said to be longer than what is there")
+    return int(begin)
+
+
 def _entries(directory: bytes, count: int) -> Iterator[Member]:
     """Members with ``offset`` still unknown (-1)."""
     at = found = 0

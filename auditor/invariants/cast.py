@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.recorded import RecordedGroups, number
 from auditor.invariants.related import (
+    MOMENTS,
     Collected,
     Seen,
     by_role,
@@ -21,6 +22,7 @@ from auditor.invariants.related import (
 from auditor.model.catalog import Catalog, Role
 from auditor.model.dtype import FLOAT32, Kind
 from auditor.model.finding import Judgement, LikelyCause, Severity, Violation
+from auditor.model.optimizer import ParameterGroup
 from auditor.model.pairing import Pairing, PairKind, PairResult
 from auditor.model.run import StepEvidence, optimizer_step
 
@@ -108,7 +110,7 @@ def _unequal(evidence: StepEvidence, one: _Weight, wrong: Sequence[PairResult], 
     exact = one.pairing.kind is PairKind.EQUAL
     what = "equal to its master" if exact else f"its master rounded to {weight.dtype.name}"
     message = f"{weight.name} is not {what}: {share}{'' if exact else _distance(worst)}"
-    severity = Severity.WARNING if not exact and all(map(_is_rounding, wrong)) else Severity.ERROR
+    severity = Severity.WARNING if all(map(_is_rounding, wrong)) else Severity.ERROR
     detail = f"{share} are not {what}{'' if exact else _distance(worst)}"
     locations = tuple(of_pair(evidence, one.pairing, result, detail, accused) for result in wrong)
     return Violation(weight.name, locations, message, severity=severity)
@@ -156,12 +158,17 @@ def float32_is_used(evidence: StepEvidence) -> Judgement:
     found = Collected()
     whole, roles, groups = seen_whole(catalog, evidence.observations), by_role(catalog), RecordedGroups(catalog)
     masters = {**roles[Role.PARAMETER], **roles[Role.MASTER]}
+    steps = optimizer_step(catalog)
+    # The first may have been taken at a learning rate of zero.
+    few = "fewer than two optimizer steps were taken" if (catalog.step if steps is None else steps) < 2 else ""
     for name, second in roles[Role.SECOND_MOMENT].items():
         if catalog.tensors[second].dtype == FLOAT32:
             _judge_bits(evidence, found, second, whole, "")
         master = masters.get(name)
         if master is not None and catalog.tensors[master].dtype == FLOAT32:
-            _judge_bits(evidence, found, master, whole, _why_unmoved(catalog, groups, name, master, whole))
+            moments = [whole.get(roles[role].get(name, -1)) for role in MOMENTS]
+            reason = few or _why_unmoved(groups.of(name), moments, whole.get(master))
+            _judge_bits(evidence, found, master, whole, reason)
     if not roles[Role.SECOND_MOMENT]:
         found.not_applicable["no second moments are stored, which tell whether a weight was trained"] += 1
     return found.judgement()
@@ -173,7 +180,7 @@ def _judge_bits(evidence: StepEvidence, found: Collected, tensor: int, whole: Ma
         found.unknown(why_unread(evidence), what.name)
     elif seen.num_nonzero < _FEWEST or seen.minimum == seen.maximum:
         found.not_applicable[f"fewer than {_FEWEST} elements that aren't zero, or one constant"] += 1
-    elif seen.num_not_finite or all(seen.bits_used & bits for bits in _LOW_BITS.values()):
+    elif all(seen.bits_used & bits for bits in _LOW_BITS.values()):
         found.num_holds += 1
     elif unmoved:
         found.unknown(unmoved, what.name)
@@ -185,26 +192,19 @@ def _judge_bits(evidence: StepEvidence, found: Collected, tensor: int, whole: Ma
         found.violations.append(Violation(what.name, (location,), message))
 
 
-def _why_unmoved(
-    catalog: Catalog, groups: RecordedGroups, name: str, master: int, whole: Mapping[int, Seen]
-) -> str:  # fmt: skip
+def _why_unmoved(groups: Sequence[ParameterGroup], moments: Sequence[Seen | None], seen: Seen | None) -> str:
     """Why a master may still be what it was made of; empty where the optimizer must have moved it.
 
     A step moves some element by about lr * |m| / (sqrt(v) + eps), with m the largest first moment and v the largest
-    second; bias correction at worst quarters it. A first step may be taken at a learning rate of zero.
+    second; bias correction at worst quarters it.
     """
-    roles = by_role(catalog)
-    steps = optimizer_step(catalog)
-    first, second = (whole.get(roles[role].get(name, -1)) for role in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))
-    seen = whole.get(master)
-    if (catalog.step if steps is None else steps) < 2:
-        return "fewer than two optimizer steps were taken"
+    first, second = moments
     if first is None or second is None or seen is None:
         return "its moments were not read"
-    rates = [number(group.hyperparameters.get("lr")) for group in groups.of(name)]
+    rates = [number(group.hyperparameters.get("lr")) for group in groups]
     if not rates or any(rate is None for rate in rates):
         return "no learning rate is recorded"
-    epsilons = [number(group.hyperparameters.get("eps")) or 1e-8 for group in groups.of(name)]
+    epsilons = [number(group.hyperparameters.get("eps")) or 1e-8 for group in groups]
     rate = min(rate for rate in rates if rate is not None)
     motion = rate * first.largest / (math.sqrt(max(second.maximum, 0.0)) + max(epsilons))
     return "" if motion > _MARGIN * 2.0**-24 * seen.largest else "its steps may have been below rounding"

@@ -28,7 +28,7 @@ INVARIANTS = (
         statement="Every waiver in the configuration still counts: its `until` has not passed.",
         rationale="What was accepted for a time counts again, or is over and its waiver forgotten. Either way somebody "
                   "who promised to look has not.",
-        source="docs/design.md, section 4: an expired waiver is itself a finding",
+        source="docs/design.md: a waiver that ran out is a finding about no step",
         example="the waiver of REP001 on *layernorm* ran out on 2026-03-01; its reason was: resynchronised at 20448",
         misses="Waivers without `until`, which never run out; waivers that cover nothing any more.",
         hint="Remove the waiver, or look again at what it accepted and state a new day.",

@@ -382,7 +382,7 @@ INVARIANTS = (
         "INT008", "pointer-behind", Severity.NOTE,
         statement="No whole step is newer than the step that the pointer names.",
         rationale="Somebody set the pointer back, or it was not moved; resuming will not start from the newest step.",
-        source="docs/design.md, section 4: a pointer set back by hand is legal",
+        source="docs/design.md, section 5: a pointer set back by hand is legal",
         example="global_step400 is whole, the pointer names step 300",
         misses="Newer steps that are not whole (INT004).",
         hint="If nobody set it back on purpose, find out why the last save did not move it.",

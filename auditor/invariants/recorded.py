@@ -12,19 +12,29 @@ from auditor.model.optimizer import Hyperparameter, ParameterGroup
 
 
 class RecordedGroups:
-    """The parameter groups of one Catalog, by the tensors they were given."""
+    """The different parameter groups of one Catalog, by the tensors they were given."""
 
     def __init__(self, catalog: Catalog) -> None:
-        self._all = catalog.groups
-        self._by_name: dict[str, list[ParameterGroup]] = defaultdict(list)
+        by_name: dict[str, dict[object, ParameterGroup]] = defaultdict(dict)
+        nameless: dict[object, ParameterGroup] = {}
+        seen: set[object] = set()
         for group in catalog.groups:
+            content = group.optimizer, frozenset(group.hyperparameters.items())
+            # Thousands of ranks record the same, and share the tuple of names where they do.
+            if (content, id(group.parameters)) in seen:
+                continue
+            seen.add((content, id(group.parameters)))
+            if group.parameters is None:
+                nameless.setdefault(content, group)
             for name in group.parameters or ():
-                self._by_name[name].append(group)
-        self._nameless = tuple(group for group in catalog.groups if group.parameters is None)
+                by_name[name].setdefault(content, group)
+        self._by_name = {name: tuple(groups.values()) for name, groups in by_name.items()}
+        # Where no file says which group holds a tensor, all may.
+        self._others = tuple(nameless.values()) or tuple(catalog.groups)
 
     def of(self, name: str) -> Sequence[ParameterGroup]:
-        """The groups that hold a tensor; where no file says which do, all that may."""
-        return self._by_name.get(name) or self._by_name.get(plain(name)) or self._nameless or self._all
+        """The groups that hold a tensor, or may hold it."""
+        return self._by_name.get(name) or self._by_name.get(plain(name)) or self._others
 
 
 def number(value: Hyperparameter) -> float | None:

@@ -147,9 +147,13 @@ INVARIANTS = (
         needs=Needs.WEIGHTS, judge_step=replicas_are_equal, reads=replicated, one_fault=True,
         likely_causes=(
             LikelyCause("gradient clipping or its norm differs between ranks",
-                        "deepspeedai/DeepSpeed#1801"),
+                        "deepspeedai/DeepSpeed#1801", ("tp", "pp", "ep")),
             LikelyCause("gradients of replicated parameters are not summed over the axis "
-                        "(sequence parallelism, router, norms)", "pytorch/torchtitan#2387; NVIDIA/Megatron-LM#619"),
+                        "(sequence parallelism, router, norms)", "pytorch/torchtitan#2387; NVIDIA/Megatron-LM#619",
+                        ("tp", "ep", "cp")),
+            LikelyCause("gradients were not reduced over data-parallel ranks (unused parameters, accumulation with "
+                        "changing submodules, manual optimisation)", "pytorch/pytorch#128949; pytorch/pytorch#69031",
+                        ("dp",)),
         ),
         causes_by_class={
             DifferenceClass.SINGLE_BIT: (_FLIPPED,), DifferenceClass.GROSS: (_OTHER_FILE, _FLIPPED),

@@ -139,6 +139,8 @@ class LikelyCause:
 
     text: str
     source: str
+    axes: tuple[str, ...] = ()
+    """Mesh axes along which replicas must differ for it to fit; empty: it fits whatever differs."""
 
 
 @dataclass(frozen=True, slots=True)

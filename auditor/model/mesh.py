@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,7 +19,7 @@ class Coordinate:
     indices: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def of(cls, **indices: int) -> Coordinate:
+    def of(cls, /, **indices: int) -> Coordinate:
         """The coordinate with these indices, in :data:`AXIS_ORDER`."""
         return cls(tuple(sorted(indices.items(), key=_axis_rank)))
 
@@ -50,10 +50,11 @@ def _axis_rank(entry: tuple[str, int]) -> tuple[int, str]:
 
 
 @lru_cache(maxsize=256)
-def coordinates_along(axes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[Coordinate, ...]:
+def coordinates_along(axes: tuple[tuple[str, Sequence[int]], ...]) -> tuple[Coordinate, ...]:
     """The coordinates of all combinations of indices along ``axes``, the last axis fastest.
 
-    Kept: there are as many as ranks, and every rank's part of every tensor asks for them.
+    Kept: there are as many as ranks, and every rank's part of every tensor asks for them. Indices must be hashable; a
+    ``range`` costs nothing to look up.
 
     >>> [str(place) for place in coordinates_along((("pp", (0, 1)), ("tp", (3,))))]
     ['pp=0,tp=3', 'pp=1,tp=3']

@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from auditor.model.dtype import DType, Kind
 
 WORDS_PER_BLOCK = 2048
+WORDS_AT_ONCE = 32 * WORDS_PER_BLOCK
+"""So many, widened to 64 bits, stay in a usual L2 cache."""
 LONG_ROW = 8 * WORDS_PER_BLOCK
 """Runs of so many words are worth a pass of their own; shorter ones are taken together."""
 _MASK = (1 << 64) - 1
@@ -176,14 +178,12 @@ def _digest_run(words: NDArray[np.uint32], first: int, pattern: tuple[int, ...])
     head = min(-first % WORDS_PER_BLOCK, len(words))
     body = (len(words) - head) // WORDS_PER_BLOCK * WORDS_PER_BLOCK
     total = _digest_part(words[:head], first, pattern)
-    if body:
-        blocks = np.arange(body // WORDS_PER_BLOCK, dtype=np.uint64) + np.uint64((first + head) // WORDS_PER_BLOCK)
-        inside = words[head : head + body].reshape(-1, WORDS_PER_BLOCK).astype(np.uint64)
+    for low in range(head, head + body, WORDS_AT_ONCE):
+        inside = words[low : min(low + WORDS_AT_ONCE, head + body)].reshape(-1, WORDS_PER_BLOCK).astype(np.uint64)
+        blocks = np.arange(len(inside), dtype=np.uint64) + np.uint64((first + low) // WORDS_PER_BLOCK)
         lanes = []
         for lane in (0, 1):
-            keys = word_keys()[lane]
-            counted = np.uint64(_counted(lane, pattern))
-            sums = np.einsum("bw,w->b", inside, keys) + counted
+            sums = np.einsum("bw,w->b", inside, word_keys()[lane]) + np.uint64(_counted(lane, pattern))
             lanes.append(int((sums * _block_keys(blocks, lane)).sum(dtype=np.uint64)))
         total = add(total, (lanes[0], lanes[1]))
     return add(total, _digest_part(words[head + body :], first + head + body, pattern))

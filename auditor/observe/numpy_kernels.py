@@ -21,8 +21,8 @@ from auditor.observe.digest import digest_rows
 from auditor.observe.kernels import Bytes, Runs, Side
 from auditor.observe.statistics import statistics_of_rows
 
-BLOCK_BYTES = 256 << 10
-"""What is measured at once: it and its temporaries stay inside a usual L2 cache."""
+BLOCK_BYTES = 1 << 20
+"""What is measured at once; what is widened of it is taken in parts that stay inside the cache."""
 PAIR_BYTES = 128 << 10
 """Of pairs less is taken at once, as they are widened to doubles."""
 LONG_BYTES = 32 << 10

@@ -17,6 +17,9 @@ from auditor.model.dtype import DType, Kind, NonFinite
 from auditor.model.observation import OBSERVED
 from auditor.observe.decode import to_float64
 
+PART = 32 << 10
+"""Elements that are widened at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
@@ -80,6 +83,19 @@ def _squares(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return squares
 
 
+def _sum_squares(rows: NDArray[np.unsignedinteger], dtype: DType) -> NDArray[np.float64]:
+    """Part by part, so that the doubles stay in the cache."""
+    count, length = rows.shape
+    total = np.zeros(count)
+    if length >= PART:
+        for low in range(0, length, PART):
+            total += _squares(to_float64(rows[:, low : low + PART], dtype))
+        return total
+    for low in range(0, count, PART // length):
+        total[low : low + PART // length] = _squares(to_float64(rows[low : low + PART // length], dtype))
+    return total
+
+
 def _of_floats(rows: NDArray[np.unsignedinteger], dtype: DType) -> NDArray[np.void]:
     sign = 1 << (rows.itemsize * 8 - 1)
     infinity = ((1 << dtype.exponent_bits) - 1) << dtype.mantissa_bits
@@ -109,5 +125,5 @@ def _of_finite(
     low = np.where(most_negative >= one(sign), most_negative, least)
     high = np.where(largest < one(sign), largest, least)
     found["minimum"], found["maximum"] = to_float64(low, dtype), to_float64(high, dtype)
-    found["sum_squares"] = _squares(to_float64(rows, dtype))
+    found["sum_squares"] = _sum_squares(rows, dtype)
     return found

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from auditor.invariants.invariant import NEVER_A_CONSEQUENCE, Invariant
 from auditor.model.catalog import Role
-from auditor.model.finding import Finding, Judgement, Location, Severity, Violation
+from auditor.model.finding import Finding, Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
 from auditor.model.observation import DifferenceClass
 from auditor.timeline.classify import SEVERITIES, classify
@@ -238,8 +238,17 @@ def _finding(fault: _Fault, steps: Mapping[int, StepJudgements]) -> Finding:
     return Finding(
         invariant.id, invariant.name, severity, _message(fault, locations), invariant.hint, locations, found, kind,
         tuple(sorted(minority, key=lambda place: place.indices)), tuple(sorted(fault.consequences)),
-        invariant.causes_by_class.get(kind, invariant.likely_causes) if kind else invariant.likely_causes,
+        _fitting_causes(invariant, kind, locations),
     )  # fmt: skip
+
+
+def _fitting_causes(
+    invariant: Invariant, kind: DifferenceClass | None, locations: Sequence[Location]
+) -> tuple[LikelyCause, ...]:
+    """The likely causes that fit the class of the differences and the axes along which replicas differ."""
+    causes = invariant.causes_by_class.get(kind, invariant.likely_causes) if kind else invariant.likely_causes
+    axes = {axis for x in locations for axis, _ in set(x.coordinate.indices) ^ set(x.reference.indices)}
+    return tuple(cause for cause in causes if not cause.axes or axes & set(cause.axes))
 
 
 def _message(fault: _Fault, locations: Sequence[Location]) -> str:

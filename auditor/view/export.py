@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 
 from auditor.errors import UsageError
-from auditor.model.catalog import Role
+from auditor.model.catalog import File, FileState, Role
 from auditor.storage.store import Entry, Store, changed_since
 from auditor.storage.writer import FolderWriter
 from auditor.view.export_tensor import Target, TensorExport, Written, said
@@ -71,11 +71,15 @@ class StepExport:
         finally:
             # Without it an interrupt would wait until all queued work is done.
             pool.shutdown(cancel_futures=True)
-        known = ((f.name, Entry(f.name, False, f.num_bytes, f.identity)) for f in self.catalog.files if f.identity)
-        total.changed = tuple(name for name, entry in known if changed_since(self.store, name, entry))
+        total.changed = tuple(file.name for file in self.catalog.files if self._has_changed(file))
         if not total.changed:
             self._finish(total)
         return total
+
+    def _has_changed(self, file: File) -> bool:
+        """Whether a source file is another one than when the Catalog was read, or was already then changing."""
+        known = Entry(file.name, False, file.num_bytes, file.identity) if file.identity else None
+        return file.state is FileState.CHANGED or changed_since(self.store, file.name, known)
 
     def _write(self, at: tuple[Role, str]) -> Written:
         finished = bool(self.before) and not self.before.get("num_chunks_lost")

@@ -8,6 +8,7 @@ from the committed fixtures. Inputs that crashed once are kept in ``crashes/`` a
 ``test_fuzz_regressions.py``.
 """
 
+import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -20,14 +21,13 @@ FIXTURES = HERE.parent / "fixtures"
 def read(kind: str, data: bytes) -> None:
     """Give ``data`` to one reader; returns whatever is allowed to happen."""
     from auditor.containers.damage import DamagedError, UnsupportedError
-    from auditor.containers.pickle_machine import Limits, PickleMachine
     from auditor.containers.torch_zip import read_torch_file
     from auditor.containers.zip_directory import read_directory
     from auditor.storage.memory import MemoryStore
 
     try:
         if kind == "pickle":
-            PickleMachine({}, lambda persistent: persistent, Limits(num_opcodes=200_000)).load(data)
+            read_pickle(data)
             return
         with MemoryStore({"f": data}).open("f") as handle:
             if kind == "zip":
@@ -40,6 +40,20 @@ def read(kind: str, data: bytes) -> None:
                 read_safetensors(handle)
     except (DamagedError, UnsupportedError):
         pass
+
+
+def read_pickle(data: bytes) -> None:
+    """Read a pickle; what the first pass let through must not surprise the second."""
+    from auditor.containers.damage import DamagedError
+    from auditor.containers.pickle_machine import Limits, PickleMachine
+
+    machine = PickleMachine({}, lambda persistent: persistent, Limits(num_opcodes=200_000))
+    try:
+        machine.load(data)
+    except DamagedError as error:
+        if machine.num_memory and isinstance(error.__cause__, (IndexError, KeyError, struct.error)):
+            raise AssertionError(f"the passes disagree: {error}") from error
+        raise
 
 
 def seeds(kind: str) -> list[bytes]:

@@ -77,7 +77,9 @@ def with_zip64(**lies: int) -> Callable[[Path], object]:
         parts = parts_of(path)
         start, length = sum(len(part.local()) for part in parts), sum(len(part.central(0)) for part in parts)
         true = {"count": len(parts), "length": length, "start": start, "at": start + length}
-        path.write_bytes(zipped(parts, count=0xFFFF, start=0xFFFFFFFF, length=0xFFFFFFFF, tail=zip64(**{**true, **lies})))
+        path.write_bytes(
+            zipped(parts, count=0xFFFF, start=0xFFFFFFFF, length=0xFFFFFFFF, tail=zip64(**{**true, **lies}))
+        )
 
     return change
 
@@ -173,7 +175,9 @@ def calling(name: str, *arguments: bytes) -> bytes:
 
 def laughs(depth: int) -> bytes:
     """Tuples of the same tuple twice: 2^depth elements when walked."""
-    doubled = b"".join(b"h" + bytes([level]) + b"h" + bytes([level]) + b"\x86q" + bytes([level + 1]) for level in range(depth))
+    doubled = b"".join(
+        b"h" + bytes([level]) + b"h" + bytes([level]) + b"\x86q" + bytes([level + 1]) for level in range(depth)
+    )
     return b"\x80\x02)q\0" + doubled
 
 

@@ -41,7 +41,7 @@ class Harness:
     def build(self, item: Input) -> Path:
         """Make the input; the path that is to be audited."""
         self.number += 1
-        place = self.folder / str(self.number)
+        place = self.folder / f"input{self.number}"
         place.mkdir()
         item.build(place)
         if item.settled:

@@ -48,8 +48,8 @@ def pipeline(name: str, lie: str, change: Change, code: int = 1, says: str = "",
     return Input(f"deepspeed: {name}", lie, "deepspeed-pipeline", on(pipeline_step, change), code, says, file, **more)
 
 
-def recorded(name: str, code: int = 1, says: str = "MET002", **values: int) -> Input:
-    return pipeline(name, "recorded sizes of the mesh", numbers("mp_rank_*", **values), code, says, "mp_rank_0")
+def recorded(name: str, code: int = 1, says: str = "MET002", file: str = "mp_rank_0", **values: int) -> Input:
+    return pipeline(name, "recorded sizes or steps", numbers("mp_rank_*", **values), code, says, file)
 
 
 def latest(name: str, lie: str, change: Callable[[Path], object], code: int = 1, says: str = "INT003") -> Input:
@@ -69,13 +69,14 @@ def written(content: bytes) -> Callable[[Path], object]:
 
 PIPELINES = [
     pipeline("healthy twin", "nothing", lambda step: None, 0, "holds"),
-    recorded("dp_world_size of 25,000", says="INT001", dp_world_size=RANKS // 4),
-    recorded("mp_world_size of 100,000", says="INT001", mp_world_size=RANKS),
-    recorded("tp_degree of 100,000", says="INT001", mp_world_size=RANKS, tp_degree=RANKS),
+    recorded("dp_world_size of 1,000", says="INT001", dp_world_size=1000),
+    recorded("dp_world_size of 25,000", dp_world_size=RANKS // 4),
+    recorded("mp_world_size of 100,000", mp_world_size=RANKS),
+    recorded("tp_degree of 100,000", mp_world_size=RANKS, tp_degree=RANKS),
     recorded("mesh of 2^31 ranks", dp_world_size=1 << 14, mp_world_size=1 << 17),
-    recorded("dp_world_size of 2^62", 0, "holds", dp_world_size=HUGE),
-    recorded("global_steps of 2^70", 1, "INT005", global_steps=1 << 70),
-    recorded("global_steps below zero", 1, "INT005", global_steps=-6),
+    recorded("dp_world_size of 2^62", 0, "holds", "", dp_world_size=HUGE),
+    recorded("global_steps of 2^70", 0, "holds", "", global_steps=1 << 70),
+    recorded("global_steps below zero", 0, "holds", "", global_steps=-6),
     pipeline("files of ranks beyond any mesh", "ranks and layers in file names", lambda step: [
         shutil.copy(step / MODEL, step / name) for name in
         (f"mp_rank_{'9' * 200}_model_states.pt", f"layer_{'9' * 100}-model_{'9' * 100}-model_states.pt",
@@ -91,7 +92,7 @@ PIPELINES = [
     latest("of 41 GB", "length of the pointer", lambda path: (path.touch(), os.truncate(path, 41 << 30))),
     latest("empty", "that it points", written(b"")),
     latest("of zero bytes", "the step to resume from", written(bytes(100))),
-    latest("linked to itself", "a pointer without end", lambda path: path.symlink_to("latest"), 3, "too many levels"),
+    latest("linked to itself", "a pointer without end", lambda path: path.symlink_to("latest"), 3, "oo many levels"),
     latest("linked out of the run", "a pointer that is another file's content",
            lambda path: path.symlink_to("/etc/hostname")),
     latest("linked to /dev/zero", "a pointer without end", lambda path: path.symlink_to("/dev/zero"), 3,
@@ -107,7 +108,7 @@ def megatron(name: str, lie: str, change: Change, code: int = 1, says: str = "",
     return Input(f"megatron: {name}", lie, "megatron-legacy", on(megatron_step, change), code, says, file)
 
 
-def megatron_mesh(name: str, code: int = 1, says: str = "INT001", **values: int) -> Input:
+def megatron_mesh(name: str, code: int = 1, says: str = "MET002", **values: int) -> Input:
     return megatron(name, "recorded sizes of the mesh", numbers("*/*.pt", **values), code, says,
                     "model_optim_rng.pt" if code else "")  # fmt: skip
 
@@ -121,17 +122,18 @@ MEGATRONS = [
     megatron_mesh("world of 100,000", 0, "holds", world_size=RANKS, data_parallel_size=RANKS // 2),
     megatron_mesh("100,000 tensor-parallel ranks", world_size=RANKS, tensor_model_parallel_size=RANKS),
     megatron_mesh("50,000 pipeline stages", world_size=RANKS, pipeline_model_parallel_size=RANKS // 2),
-    megatron_mesh("mesh of 2^40 ranks", says="MET002", tensor_model_parallel_size=1 << 20, pipeline_model_parallel_size=1 << 20),
+    megatron_mesh("1,000 tensor-parallel ranks", says="INT001", world_size=1000, tensor_model_parallel_size=1000),
+    megatron_mesh("mesh of 2^40 ranks", tensor_model_parallel_size=1 << 20, pipeline_model_parallel_size=1 << 20),
     megatron_mesh("negative mesh", 1, "", tensor_model_parallel_size=-2),
-    megatron_mesh("iteration of 2^70", 1, "", iteration=1 << 70),
+    megatron_mesh("iteration of 2^70", 0, "holds", iteration=1 << 70),
     megatron("tracker leads out", "the step to resume from", tracker(b"../../etc"), 1, "INT003", TRACKER),
     megatron("tracker of 10^15", "the step to resume from", tracker(b"9" * 15), 1, "INT003", TRACKER),
     megatron("tracker with escapes", "the step to resume from", tracker(b"\x1b[2J4"), 1, "INT003", TRACKER),
     Input("rank files: healthy twin", "nothing", "torch-per-rank", rank_step, 0, "holds"),
     Input("rank files: world of 100,000", "recorded size of the mesh", "torch-per-rank",
-          on(rank_step, numbers("*.pt", world_size=RANKS)), 1, "INT001", "rank_"),
+          on(rank_step, numbers("*.pt", world_size=RANKS)), 1, "MET002", "rank_"),
     Input("rank files: world of 2^62", "recorded size of the mesh", "torch-per-rank",
-          on(rank_step, numbers("*.pt", world_size=HUGE)), 1, "", "rank_"),
+          on(rank_step, numbers("*.pt", world_size=HUGE)), 0, "holds"),
     Input("rank files: rank 999,999", "the rank in a file name", "torch-per-rank",
           on(rank_step, lambda step: (step / "rank_1.pt").rename(step / "rank_999999.pt")), 1, "", "rank_999999.pt"),
 ]  # fmt: skip
@@ -145,12 +147,13 @@ def sharded(folder: Path) -> Path:
     return copied(HUGGING_FACE / "llama_sharded", folder) / f"{SAFETENSORS}.index.json"
 
 
-def index(name: str, lie: str, change: Callable[[dict], object] | bytes, code: int = 1, says: str = "INT002") -> Input:
+def index(name: str, lie: str, change: Callable[[dict], object] | bytes, code: int = 1, says: str = "INT002",
+          file: str = "index.json") -> Input:  # fmt: skip
     def build(folder: Path) -> None:
         path = sharded(folder)
         _ = path.write_bytes(change) if isinstance(change, bytes) else edited(path, change)
 
-    return Input(f"index: {name}", lie, "hugging-face", build, code, says, "index.json" if code else "")
+    return Input(f"index: {name}", lie, "hugging-face", build, code, says, file)
 
 
 def mapped(to: object) -> Callable[[dict], object]:
@@ -191,26 +194,26 @@ HUGGING_FACES = [
     index("of 20,000 files", "number of files",
           lambda content: content.update(weight_map={f"t{n}": f"f{n}" for n in range(20_000)})),
     index("of 50,000 tensors", "number of tensors",
-          lambda content: content["weight_map"].update({f"t{n}": SAFETENSORS for n in range(50_000)}), 1, "INT001"),
+          lambda content: content["weight_map"].update({f"t{n}": SAFETENSORS for n in range(50_000)}), 1, "model.safetensors: it is not there", ""),
     index("nesting", "nesting", DEEP),
     index("no map", "that it maps", b'{"weight_map": []}'),
     index("total_size of 10^400", "size of all", b'{"metadata":{"total_size":1e400},"weight_map":{}}', 1, ""),
     index("total_size that is no number", "size of all",
           lambda content: content["metadata"].update(total_size=float("nan")), 1, ""),
-    config("2^62 layers", "number of layers", sizes(num_hidden_layers=HUGE), 3),
-    config("negative layers", "number of layers", sizes(num_hidden_layers=-2), 3),
-    config("100,000 layers", "number of layers", sizes(num_hidden_layers=100_000), 3),
-    config("vocabulary of 2^62", "size of the vocabulary", sizes(vocab_size=HUGE), 1, "MET003", SAFETENSORS),
-    config("hidden size of 10^400", "width", b'{"model_type":"qwen2","hidden_size":1e400}', 3),
-    config("sizes that are lists", "all sizes", sizes(hidden_size=[1], num_attention_heads={}, vocab_size="x"), 3),
-    config("no heads", "number of heads", sizes(num_attention_heads=0, num_key_value_heads=0), 3),
+    config("2^62 layers", "number of layers", sizes(num_hidden_layers=HUGE), 0),
+    config("negative layers", "number of layers", sizes(num_hidden_layers=-2), 0),
+    config("100,000 layers", "number of layers", sizes(num_hidden_layers=100_000), 0),
+    config("vocabulary of 2^62", "size of the vocabulary", sizes(vocab_size=HUGE), 0),
+    config("hidden size of 10^400", "width", b'{"model_type":"qwen2","hidden_size":1e400}', 0),
+    config("sizes that are lists", "all sizes", sizes(hidden_size=[1], num_attention_heads={}, vocab_size="x"), 0),
+    config("no heads", "number of heads", sizes(num_attention_heads=0, num_key_value_heads=0), 0),
     config("nesting", "nesting", DEEP, 1, "INT002"),
     config("70 MB", "length", b"{" + b" " * 70_000_000 + b"}", 1, "INT002"),
     config("empty", "that it holds anything", b"", 1, "INT002"),
     trainer("step below zero", "the step", sizes(global_step=-1), 0),
     trainer("step of 2^70", "the step", sizes(global_step=1 << 70), 0),
     trainer("step of 10^400", "the step", lambda content: content.update(global_step=float("inf")), 0),
-    trainer("nesting", "nesting", DEEP, 0),
+    trainer("nesting", "nesting", DEEP, 1, "INT002"),
 ]  # fmt: skip
 
 LAYOUTS = (*PIPELINES, *MEGATRONS, *HUGGING_FACES)

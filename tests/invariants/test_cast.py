@@ -195,6 +195,20 @@ def replicated(weight, other_weight, master, other_master):
     return step
 
 
+def test_the_master_that_fits_best_counts():
+    """Where several masters were compared with one weight, those that differ are REP's."""
+    step = Step()
+    step.add(NAME, PARAMETER, masters(), dtype=BFLOAT16)
+    step.add(NAME, MASTER, masters())
+    evidence = step.evidence("CST001")
+    ((pairing, (good,)),) = evidence.observations.pairs.items()
+    bad = replace(good, num_beyond=9, first=0)
+    for results, num_violations in (((bad, good), 0), ((good, bad), 0), ((bad, bad), 1)):
+        seen = replace(evidence.observations, pairs={pairing: results})
+        judged = find("CST001").judge_step(replace(evidence, observations=seen))
+        assert len(judged.violations) == num_violations
+
+
 def test_drift_of_a_weight_with_its_master_is_no_fault_of_the_cast():
     one, other = masters(1, (64,)), masters(2, (64,))
     assert found_in(replicated(one, other, one, other)) == [("REP001", ())]
@@ -245,6 +259,12 @@ def test_masters_that_are_secretly_of_low_precision(dtype, role):
     found = only(optimizer(rounded(masters(), dtype), role=role))
     assert found.message == f"{NAME} ({role.value}) is stored as float32, but every number is one of {dtype.name}"
     assert find("CST002").severity is Severity.WARNING
+
+
+def test_infinity_in_a_low_precision_master_does_not_make_it_hold():
+    master = rounded(masters())
+    master[0, 0] = math.inf
+    assert optimizer(master).undetermined == {"its steps may have been below rounding": (NAME,)}
 
 
 def test_a_second_moment_that_is_secretly_of_low_precision():

@@ -62,7 +62,8 @@ def test_a_step_under_its_own_name_holds(step, name):
     [
         (STEPS["DeepSpeed"][0], "step_300"), (STEPS["DeepSpeed"][0], "global_step300_old"),
         (STEPS["Megatron"][0], "release"), (STEPS["Trainer"][0], "bert-base-2"), (STEPS["Trainer"][0], "llama-3-8b"),
-        (OTHERS / "hugging_face" / "bert", "checkpoint-300"), (OTHERS / "torch_per_rank" / "healthy" / "step_6", "run_3"),
+        (OTHERS / "hugging_face" / "bert", "checkpoint-300"),
+        (OTHERS / "torch_per_rank" / "healthy" / "step_6", "run_3"),
     ],
 )  # fmt: skip
 def test_names_that_people_gave_and_steps_that_nothing_records_say_nothing(tmp_path, step, name):

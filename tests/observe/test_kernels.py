@@ -34,7 +34,10 @@ from tests.paths import ROOT
 pytest.importorskip("numba")
 NUMPY, NUMBA = NumpyKernels(), choose(0, "numba")
 UNPACKED = sorted(name for name, dtype in DTYPES.items() if dtype.bits >= 8)
-CONTENTS = ["any", "finite", "numbers that are not finite", "zeros", "subnormal", "all NaN", "negative", "one value"]
+CONTENTS = [
+    "any", "finite", "numbers that are not finite", "zeros", "minus zeros", "subnormal", "all NaN", "negative",
+    "one value",
+]  # fmt: skip
 
 
 def carrier(name):
@@ -55,6 +58,8 @@ def content(kind, name, count, seed=0):
         bits[some] = rng.choice(np.array([infinity, sign | infinity & (sign - 1), sign - 1], carrier(name)), some.sum())
     elif kind == "zeros":
         bits[some] = rng.choice(np.array([0, sign], carrier(name)), some.sum())
+    elif kind == "minus zeros":
+        bits[some] = sign
     elif kind == "subnormal":
         bits &= one(sign | ((1 << max(dtype.mantissa_bits, 1)) - 1))
     elif kind == "all NaN":
@@ -241,7 +246,7 @@ def one_run(kernels, pairing, left_name, left, right_name, right):
 
 
 PAIRS = [
-    (PairKind.CAST, "bfloat16", "float32"), (PairKind.CAST, "float16", "float32"), 
+    (PairKind.CAST, "bfloat16", "float32"), (PairKind.CAST, "float16", "float32"),
     (PairKind.CAST, "float32", "float64"),
     (PairKind.CAST, "float8_e4m3fn", "float32"), (PairKind.CAST, "float8_e5m2fnuz", "float32"),
     (PairKind.CAST, "bfloat16", "float64"), (PairKind.CAST, "bfloat16", "bfloat16"),
@@ -394,6 +399,17 @@ def test_bound_with_a_floor_and_without_roots_of_nothing(kernels):
 
 
 @BOTH
+@pytest.mark.parametrize("step", [1e-6, -1e-6])
+def test_the_largest_ratio_is_found_wherever_it_is(kernels, step):
+    moments = (1 + step * np.arange(50_000)).astype(np.float32)
+    others = np.ones(50_000, np.float32)
+    pairing = Pairing(PairKind.BOUND, 0, 1, limit=1.04 if step > 0 else 0.96)
+    tally = one_run(kernels, pairing, "float32", moments.view("u4"), "float32", others.view("u4"))
+    beyond = np.flatnonzero(moments > pairing.limit)
+    assert tally.tolist() == (50_000, len(beyond), 0, float(moments.max()), beyond[0])
+
+
+@BOTH
 def test_the_first_is_the_smallest_whatever_the_order(kernels):
     left = content("finite", "float32", 300)
     right = left.copy()
@@ -440,6 +456,30 @@ print(kernels.name, rows["lane0"][0])
 """
 
 
+GUARDED = """
+import ctypes, mmap
+import numpy as np
+from auditor.model.dtype import DTYPES
+from auditor.model.pairing import Pairing, PairKind
+from auditor.observe.kernels import Runs, Side, choose, empty_rows, empty_tallies
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 3 * page)
+whole = np.frombuffer(memory, np.uint8)
+protect = ctypes.CDLL(None, use_errno=True).mprotect
+for number in (0, 2):
+    assert protect(ctypes.c_void_p(whole.ctypes.data + number * page), ctypes.c_size_t(page), 0) == 0
+buffer, kernels, row = whole[page : 2 * page], choose(0, "numba"), np.zeros(1, np.int64)
+for name in ("bfloat16", "float32", "float8_e4m3fn"):
+    for count in (1, 5, 33, 200):
+        for at, start in ((0, 1), (0, 3), (0, 2046), (page - count * DTYPES[name].bits // 8, 1)):
+            at, length = np.array([at]), np.array([count])
+            kernels.measure(buffer, DTYPES[name], Runs(at, length, np.array([start]), row), empty_rows(1))
+            side = Side(buffer, DTYPES[name], at)
+            kernels.compare(Pairing(PairKind.EQUAL, 0, 1), side, side, length, row, empty_tallies(1))
+print("alive")
+"""
+
+
 def run_script(script=SCRIPT, **options):
     done = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr
@@ -449,6 +489,11 @@ def run_script(script=SCRIPT, **options):
 def expected_lane():
     buffer = np.arange(4000, dtype=np.uint8)
     return str(measured(NUMPY, buffer, "float32", runs("float32", [1000], [0], [0], [0])[0], 1)["lane0"][0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="protects memory by a call of Linux")
+def test_nothing_is_read_beyond_the_ends_of_a_buffer():
+    assert run_script(GUARDED, cwd=ROOT) == ["alive"]
 
 
 def test_without_numba_there_is_numpy():

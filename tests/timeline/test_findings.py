@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from auditor.invariants.invariant import Invariant
@@ -246,6 +248,21 @@ def test_findings_carry_the_words_of_their_invariant():
     assert (found.difference_class, found.minority, found.waived) == (None, (), False)
     (found,) = of_replicas({10: judged(differs(10))})
     assert found.likely_causes == REP.causes_by_class[found.difference_class]
+
+
+@pytest.mark.parametrize(("axis", "first"), [("tp", "DeepSpeed#1801"), ("dp", "pytorch#128949")])
+def test_likely_causes_fit_the_axis_along_which_replicas_differ(axis, first):
+    history = {}
+    for step, size in ((10, 1e-6), (20, 1e-3), (30, 1.0)):
+        violation = differs(step, max_abs_difference=size)
+        places = tuple(Coordinate.of(**{axis: rank}) for rank in (0, 1))
+        (location,) = violation.locations
+        location = replace(location, coordinate=places[1], reference=places[0])
+        history[step] = judged(replace(violation, locations=(location,), sides=((places[0],), (places[1],))))
+    (found,) = of_replicas(history)
+    assert found.difference_class is DifferenceClass.GROWING
+    assert first in found.likely_causes[0].source
+    assert all(not cause.axes or axis in cause.axes for cause in found.likely_causes)
 
 
 def test_replica_messages():

@@ -1,0 +1,63 @@
+"""Checkpoints by ``torch.distributed.checkpoint`` (DCP): FSDP2, tensor parallelism, torchtitan, Lightning, accelerate.
+
+A step is a folder with an index, ``.metadata``, and data files ``__<rank>_<n>.distcp``; accelerate and the Trainer put
+two such folders (``pytorch_model_fsdp_0``, ``optimizer_0``) beside each other into one step's. HuggingFaceStorageWriter
+leaves a rank's parts in safetensors files. Megatron's ``torch_dist`` has names and rules of its own: another format.
+Sources: torch ``torch/distributed/checkpoint`` (2.0 to 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
+from auditor.adapters.dcp_catalog import DcpReading
+from auditor.adapters.dcp_files import LIGHTNING, beside, files_of, number_in, parts_of
+from auditor.adapters.step_file import StepFile
+from auditor.model.catalog import Catalog
+from auditor.storage.store import Entry, Store
+
+_MEGATRON = "metadata.json"
+
+
+class TorchDcp:
+    """The adapter."""
+
+    name = "torch-dcp"
+    looks_for = "`.metadata` or `__<rank>.metadata` with files __<rank>_<n>.distcp beside it"
+
+    def recognise(self, store: Store, folder: Folder) -> Match | Declined:
+        """By the names of its files."""
+        parts = parts_of(store, folder)
+        if not parts:
+            return Declined("it holds no .metadata and no file __<rank>_<n>.distcp")
+        if _MEGATRON in folder.files:
+            return Declined("it is Megatron's form of a distributed checkpoint: it holds metadata.json", 0.5)
+        if beside(store, folder):
+            return Declined("it is a part of the checkpoint in the folder above it", 0.3)
+        num_files = sum(len(part.data) for part in parts)
+        index = ", ".join(part.metadata[0] for part in parts)
+        step, reason = self._step(store, folder)
+        return Match(step, f"{num_files} data files, {index} says what they hold; {reason}")
+
+    def _step(self, store: Store, folder: Folder) -> tuple[int, str]:
+        if LIGHTNING in folder.files:
+            step = StepFile.read(store, folder, LIGHTNING).tree.get("global_step")
+            if type(step) is int and 0 <= step < 1 << 53:
+                return step, f"{LIGHTNING} records global_step {step}"
+        number = number_in(folder_name(store, folder))
+        if number is not None:
+            return number, "its step is the folder's number"
+        return 0, "nothing tells a step"
+
+    def pointer(self, store: Store, folder: Folder) -> Pointer | None:
+        """DCP writes none."""
+        return None
+
+    def files(self, store: Store, folder: Folder) -> Iterator[Entry]:
+        """Every file of a step."""
+        return files_of(store, folder)
+
+    def read(self, store: Store, folder: Folder, match: Match, options: Options) -> Catalog:
+        """The Catalog of one step."""
+        return DcpReading(store, folder, parts_of(store, folder), options).catalog(match.step, self.name)

@@ -1,0 +1,196 @@
+"""What an index of ``torch.distributed.checkpoint`` says of its data files, and what those hold."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from auditor.adapters.adapter import Folder
+from auditor.adapters.step_file import Opened
+from auditor.containers.damage import DamagedError, UnsupportedError
+from auditor.containers.dcp_items import Found, Item, read_items
+from auditor.containers.dcp_metadata import DcpMetadata, Described
+from auditor.containers.pickle_machine import Opaque
+from auditor.containers.torch_zip import StoredTensor
+from auditor.model.catalog import FileState
+from auditor.model.dtype import DType
+from auditor.storage.store import Handle, Store
+
+MAX_FLAWS = 4
+COUNTERS = frozenset({"step"})
+"""Last parts of the keys of counters: their values are metadata."""
+
+
+@dataclass(slots=True)
+class Contents:
+    """What was learned of the items of one index by opening them."""
+
+    offset: array[int]
+    """By row: the first byte of the item's tensor in its file; where the item begins, if it was not opened."""
+    strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Rows whose tensor does not lie in C order."""
+    values: dict[int, Any] = field(default_factory=dict)
+    """Rows of objects and counters to what they hold."""
+    dtypes: dict[int, DType] = field(default_factory=dict)
+    """Rows of counters that are tensors."""
+
+
+@dataclass(slots=True)
+class DataFile:
+    """One data file that an index names."""
+
+    name: str
+    rows: list[int]
+    """Of the index, in order of their place in the file."""
+    num_bytes: int = 0
+    """Where the last of its items ends."""
+    flaws: list[str] = field(default_factory=list)
+    """What the index says of it that can't be."""
+    transforms: frozenset[str] = frozenset()
+    opaque: Counter[str] = field(default_factory=Counter)
+
+
+class Expected:
+    """What an index says of each row: which chunk of which tensor."""
+
+    def __init__(self, index: DcpMetadata) -> None:
+        self.index = index
+        self._name, self._sizes = "", dict[tuple[int, ...], tuple[int, ...]]()
+
+    def tensor(self, row: int) -> Described | None:
+        """The tensor of which the item is a part."""
+        return self.index.tensors.get(self.index.names[self.index.item_name[row]])
+
+    def sizes(self, row: int) -> tuple[int, ...] | None:
+        """The shape of the chunk that the item holds; None where the index describes no such chunk."""
+        corner, tensor = self.index.corner(row), self.tensor(row)
+        if corner is None or tensor is None:
+            return None
+        if tensor.name != self._name:
+            self._name, self._sizes = tensor.name, dict(self.index.chunks_of(tensor))
+        return self._sizes.get(corner)
+
+
+def data_files(index: DcpMetadata) -> dict[str, DataFile]:
+    """The data files that an index names; items that overlap or leave holes are among a file's flaws."""
+    rows: dict[int, list[int]] = {}
+    for row, file in enumerate(index.item_file):
+        rows.setdefault(file, []).append(row)
+    found: dict[str, DataFile] = {}
+    for number, own in rows.items():
+        own.sort(key=lambda row: (index.item_offset[row], index.item_length[row]))
+        name = index.files[number]
+        transforms = frozenset(t for row in own for t in index.transforms[index.item_transform[row]])
+        found[name] = DataFile(name, own, *_extent(index, name, own), transforms)
+    return found
+
+
+def _extent(index: DcpMetadata, name: str, rows: list[int]) -> tuple[int, list[str]]:
+    """Where the last of a file's items ends, and what is wrong with their places."""
+    end, flaws = 0, list[str]()
+    for row in rows:
+        start = index.item_offset[row]
+        if start != end and len(flaws) < MAX_FLAWS:
+            how = f"leaves bytes {end} to {start} of" if start > end else f"places two items at byte {start} of"
+            flaws.append(f"{how} {name}" + (" to no item" if start > end else ""))
+        end = max(end, start + index.item_length[row])
+    return end, flaws
+
+
+def weight_bytes(expected: Expected, row: int) -> int:
+    """Bytes of an item's tensor; 0 where it is metadata itself."""
+    tensor, sizes = expected.tensor(row), expected.sizes(row)
+    if tensor is None or tensor.dtype is None or sizes is None:
+        return 0
+    if not tensor.shape and tensor.name.rpartition(".")[2] in COUNTERS:
+        return 0
+    return tensor.dtype.num_bytes(math.prod(sizes))
+
+
+def open_data(
+    store: Store, folder: Folder, index: DcpMetadata, file: DataFile, contents: Contents, *, names_only: bool
+) -> Opened[None]:
+    """A data file, with all its items opened; what is wrong with it is in its state."""
+    if file.name not in folder.files:
+        return Opened.absent(file.name)
+    if file.transforms:
+        how = f"its items are compressed ({', '.join(sorted(file.transforms))}): their tensors are not read"
+        entry = folder.files[file.name]
+        wrong = _wrong_size(file, entry.num_bytes)
+        return Opened(file.name, FileState.DAMAGED if wrong else FileState.UNREADABLE, None, wrong or how, entry)
+    if names_only:
+        wrong = _wrong_size(file, folder.files[file.name].num_bytes)
+        state = FileState.DAMAGED if wrong else FileState.PRESENT
+        return Opened(file.name, state, None, wrong, folder.files[file.name])
+    return Opened.open(store, folder, file.name, lambda handle: _read(handle, index, file, contents))
+
+
+def _wrong_size(file: DataFile, num_bytes: int) -> str:
+    """What is wrong where a file is not as long as its items say."""
+    if num_bytes < file.num_bytes:
+        return f"it has {num_bytes} bytes, its items need {file.num_bytes}: cut short, or of another save"
+    if num_bytes > file.num_bytes:
+        return f"{num_bytes - file.num_bytes} bytes follow its last item: of another save, or written to twice"
+    return ""
+
+
+def _read(handle: Handle, index: DcpMetadata, file: DataFile, contents: Contents) -> None:
+    """Open all items.
+
+    Raises:
+        DamagedError: some are no whole items, or others than the index says.
+        UnsupportedError: some use what is not known here.
+    """
+    if wrong := _wrong_size(file, handle.entry.num_bytes):
+        raise DamagedError(wrong)
+    expected = Expected(index)
+    items = [Item(index.item_offset[row], index.item_length[row], weight_bytes(expected, row)) for row in file.rows]
+    wrongs: list[str] = []
+    unknown: list[str] = []
+    for row, found in zip(file.rows, read_items(handle, items), strict=True):
+        name = index.names[index.item_name[row]]
+        if isinstance(found, UnsupportedError):
+            unknown.append(f"the item of {name}: {found}")
+            continue
+        wrong = str(found) if isinstance(found, DamagedError) else _misfit(expected, row, found)
+        if wrong:
+            wrongs.append(f"the item of {name} at byte {index.item_offset[row]}: {wrong}")
+        elif isinstance(found, Found):
+            _take(row, found, contents, file)
+    if wrongs:
+        more = f" (and {len(wrongs) - 1} more of {len(items)})" if len(wrongs) > 1 else ""
+        raise DamagedError(f"{wrongs[0]}{more}")
+    if unknown:
+        raise UnsupportedError(unknown[0])
+
+
+def _misfit(expected: Expected, row: int, found: Found) -> str:
+    """What an item holds instead of what the index says."""
+    tensor, held = expected.tensor(row), found.content
+    if expected.index.corner(row) is None or tensor is None:
+        return ""
+    sizes = expected.sizes(row)
+    if sizes is None or isinstance(held, Opaque):
+        return ""
+    said = f"{tensor.dtype_name}{list(sizes)}"
+    if not isinstance(held, StoredTensor):
+        return f"it holds no tensor, the index says {said}"
+    if held.shape != sizes or (tensor.dtype is not None and held.dtype != tensor.dtype):
+        return f"it holds {held.dtype.name}{list(held.shape)}, the index says {said}: of another save, or damaged"
+    return ""
+
+
+def _take(row: int, found: Found, contents: Contents, file: DataFile) -> None:
+    file.opaque.update(found.opaque)
+    held = found.content
+    if isinstance(held, StoredTensor):
+        contents.offset[row] = held.offset
+        if not held.contiguous:
+            contents.strides[row] = held.strides
+        if found.number is not None:
+            contents.values[row], contents.dtypes[row] = found.number, held.dtype
+    else:
+        contents.values[row] = held

@@ -1,0 +1,91 @@
+"""What a checkpoint by ``torch.distributed.checkpoint`` stores besides weights: parameter groups, counts of steps.
+
+Every entry of a parameter group is an object of its own, under ``…param_groups.<i>.<entry>``; where the optimizer's
+state was flattened, under ``…param_groups.<parameter>.<entry>``, once for each parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.dcp_names import STEPS, Names, OptimizerKey, optimizer_key
+from auditor.adapters.dcp_sources import Source, coordinate_of
+from auditor.adapters.optimizer_index import is_count, settings
+from auditor.model.catalog import Scalar
+from auditor.model.optimizer import Hyperparameter, ParameterGroup
+from auditor.storage.store import base_name
+
+MAX_GROUPS = 1 << 16
+
+
+@dataclass(slots=True)
+class _Group:
+    """One parameter group, or one parameter's part of it."""
+
+    optimizer: str
+    label: str
+    entries: dict[str, Any] = field(default_factory=dict)
+
+
+def record_objects(builder: CatalogBuilder, names: Names, source: Source) -> None:
+    """Add the groups and counters that one index leads to."""
+    groups: dict[tuple[str, str], _Group] = {}
+    for key, row in _first_rows(source):
+        value = source.contents.values.get(row)
+        kept = optimizer_key(key)
+        if kept is not None and kept.group and len(groups) < MAX_GROUPS:
+            own = groups.setdefault((kept.optimizer, kept.group), _Group(kept.optimizer, kept.group))
+            own.entries[kept.entry] = value
+        elif kept is not None and kept.entry == "step" and is_count(value):
+            _add_step(builder, names, source, row, kept)
+        elif kept is None and key in STEPS and is_count(value):
+            builder.scalars.append(_scalar("global_steps", float(value), source, row))
+    builder.groups.extend(_groups(names, source, groups))
+
+
+def recorded_step(source: Source) -> int | None:
+    """The step that was saved with the model, where one was."""
+    for key, row in _first_rows(source):
+        value = source.contents.values.get(row)
+        if key in STEPS and is_count(value) and value >= 0:
+            return int(value)
+    return None
+
+
+def _first_rows(source: Source) -> Iterator[tuple[str, int]]:
+    """Every key of something that was read as metadata, with its first item."""
+    return ((key, rows[0]) for key, rows in source.rows.items() if rows[0] in source.contents.values)
+
+
+def _scalar(name: str, value: float, source: Source, row: int, tensor: str = "") -> Scalar:
+    file = source.file_of(row)
+    return Scalar(name, value, file, coordinate_of(base_name(file)), tensor, source.contents.dtypes.get(row))
+
+
+def _add_step(builder: CatalogBuilder, names: Names, source: Source, row: int, kept: OptimizerKey) -> None:
+    value = float(source.contents.values[row])
+    builder.scalars.append(_scalar("optimizer_step", value, source, row, names.parameter(kept.parameter)))
+
+
+def _groups(names: Names, source: Source, found: Mapping[tuple[str, str], _Group]) -> Iterator[ParameterGroup]:
+    """Parameter groups; those of single parameters with the same settings are one."""
+    numbered = [group for group in found.values() if group.label.isdecimal()]
+    for number, group in enumerate(sorted(numbered, key=lambda group: (group.optimizer, int(group.label)))):
+        members = group.entries.get("params")
+        known = isinstance(members, list) and all(isinstance(name, str) for name in members)
+        parameters = tuple(map(names.parameter, members)) if known and isinstance(members, list) else None
+        step = group.entries.get("step")
+        yield ParameterGroup(
+            number, source.path, source.coordinate, "", settings(group.entries), parameters,
+            float(step) if is_count(step) else None,
+        )  # fmt: skip
+    alike: dict[tuple[str, tuple[tuple[str, Hyperparameter], ...]], list[str]] = {}
+    for group in found.values():
+        if not group.label.isdecimal():
+            own = tuple(sorted(settings(group.entries).items()))
+            alike.setdefault((group.optimizer, own), []).append(names.parameter(group.label))
+    for number, ((_, own), members) in enumerate(alike.items(), len(numbered)):
+        yield ParameterGroup(number, source.path, source.coordinate, "", dict(own), tuple(members))

@@ -1,0 +1,166 @@
+"""The data files of ``torch.distributed.checkpoint``: items one after another, each a whole ``torch.save`` file.
+
+    [item][item]…        no header, no padding, no directory: only ``.metadata`` says where each begins
+
+Items are small and many, and each has its own directory at its end. What lies between the weights of two neighbours
+(the end of one item, the beginning of the next) is read at once; weights are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from auditor.containers.damage import DamagedError, UnsupportedError
+from auditor.containers.torch_zip import StoredTensor, read_number, read_torch_file
+from auditor.containers.zip_directory import archive_before
+from auditor.storage.store import Entry, Handle, ShortReadError
+
+MAX_READ = 4 << 20
+"""Bytes that are read at once."""
+SMALL_ITEM = 1 << 16
+"""An item without weights that is not longer is read as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item of a file, as ``.metadata`` has it."""
+
+    offset: int
+    length: int
+    num_weight_bytes: int
+    """Bytes of its tensor, which are not read; 0 where there is none or it is metadata itself."""
+
+    @property
+    def stop(self) -> int:
+        """The byte after its last."""
+        return self.offset + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A range of an open file as if it were a file."""
+
+    inner: Handle
+    start: int
+    num_bytes: int
+
+    @property
+    def entry(self) -> Entry:
+        """The file's entry, with the range's size."""
+        return replace(self.inner.entry, num_bytes=self.num_bytes)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer``."""
+        if offset < 0 or offset + len(buffer) > self.num_bytes:
+            raise ShortReadError(f"{self.inner.entry.name}: its part ends at byte {self.num_bytes}")
+        self.inner.read_into(self.start + offset, buffer)
+
+
+class _Ahead:
+    """An open file of which some stretches are in memory."""
+
+    def __init__(self, inner: Handle) -> None:
+        self.inner = inner
+        self.entry = inner.entry
+        self._held: list[tuple[int, int, memoryview]] = []
+
+    def hold(self, start: int, stop: int) -> None:
+        """Read a stretch; of those before it only the last is kept."""
+        buffer = memoryview(bytearray(stop - start))
+        self.inner.read_into(start, buffer)
+        self._held = [*self._held[-1:], (start, stop, buffer)]
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer``, from memory where it is there."""
+        end = offset + len(buffer)
+        for start, stop, held in self._held:
+            if start <= offset and end <= stop:
+                buffer[:] = held[offset - start : end - start]
+                return
+        self.inner.read_into(offset, buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one item holds."""
+
+    content: object
+    """The saved object; a tensor's offset counts from the file's beginning."""
+    opaque: Mapping[str, int]
+    number: float | None = None
+    """Of a tensor of one element that was read as metadata, its value."""
+
+
+Result = Found | DamagedError | UnsupportedError
+
+
+def read_items(handle: Handle, items: Sequence[Item]) -> Iterator[Result]:
+    """What each item holds, or what is wrong with it. ``items`` in order of their offsets, within the file.
+
+    Raises:
+        StorageError: storage failed.
+    """
+    ahead, head, held = _Ahead(handle), 0, 0
+    first = next((at for at, item in enumerate(items) if item.num_weight_bytes), len(items))
+    stretches = _stretches(items[:first], 0)
+    for position, item in enumerate(items):
+        while held < item.stop and (stretch := next(stretches, None)) is not None:
+            ahead.hold(*stretch)
+            held = stretch[1]
+        found = _read(ahead, item)
+        if not head and item.num_weight_bytes and isinstance(found, Found) and isinstance(found.content, StoredTensor):
+            # The layout of one item tells that of those that the same writer wrote after it.
+            head = found.content.offset - item.offset
+            stretches, held = _stretches(items[position + 1 :], head), item.stop
+        yield found
+
+
+def _stretches(items: Sequence[Item], head: int) -> Iterator[tuple[int, int]]:
+    """Ranges that hold all but the weights, in order; neighbouring ones are one."""
+    start = stop = -1
+    for item in items:
+        for low, high in _wanted(item, head):
+            if low != stop or high - start > MAX_READ:
+                if stop > start >= 0:
+                    yield start, stop
+                start = low
+            stop = high
+    if stop > start >= 0:
+        yield start, stop
+
+
+def _wanted(item: Item, head: int) -> Iterator[tuple[int, int]]:
+    weights = item.num_weight_bytes
+    if not weights:
+        if item.length <= SMALL_ITEM:
+            yield item.offset, item.stop
+    elif head + weights < item.length <= head + weights + SMALL_ITEM:
+        yield item.offset, item.offset + head
+        yield item.offset + head + weights, item.stop
+
+
+def _read(handle: Handle, item: Item) -> Result:
+    try:
+        found = read_torch_file(Window(handle, item.offset, item.length))
+    except (DamagedError, UnsupportedError) as error:
+        return error
+    if not isinstance(found.tree, StoredTensor):
+        return Found(found.tree, found.opaque)
+    moved = replace(found.tree, offset=found.tree.offset + item.offset)
+    metadata = not item.num_weight_bytes and moved.num_elements == 1
+    return Found(moved, found.opaque, read_number(handle, moved) if metadata else None)
+
+
+def items_from_the_end(handle: Handle) -> Iterator[Window]:
+    """The items of a file, last one first, told by the items themselves.
+
+    Raises:
+        DamagedError: what lies there is no whole item.
+        StorageError: storage failed.
+    """
+    stop = handle.entry.num_bytes
+    while stop > 0:
+        start = archive_before(Window(handle, 0, stop))
+        yield Window(handle, start, stop - start)
+        stop = start

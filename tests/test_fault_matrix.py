@@ -1,0 +1,138 @@
+"""Every named fault on a real run gives one finding with its own id; what else it violates is a consequence.
+
+``python -m tests.test_fault_matrix`` prints the matrix.
+"""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from auditor.audit import audit
+from auditor.settings import Level, Settings
+from auditor.storage.local import LocalStore
+from tests.faults import float32_bits, poke, rewrite
+from tests.paths import HEALTHY
+
+STEPS = (20, 30, 40)
+ROWS = "3.mlp.dense_h_to_4h.weight"
+NORM, WEIGHT, OTHER = "3.input_layernorm.weight", "3.mlp.dense_4h_to_h.weight", "4.mlp.dense_4h_to_h.weight"
+LAYER, ZERO = "layer_04-model_01-model_states.pt", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"
+
+
+def step_folder(run, step=40):
+    return run / f"global_step{step}"
+
+
+def as_float(change):
+    return lambda bits: change(bits.view(np.float32)).astype(np.float32).view(np.uint32)
+
+
+def moments_of_another(run):
+    """Both moments of one weight are put on its sibling, as a state keyed by position is after a renaming."""
+    for role in ("first_moment", "second_moment"):
+        kept = []
+        rewrite(run, 40, ROWS, role, lambda bits, kept=kept: kept.append(bits) or bits)
+        left = [np.concatenate(kept)]
+        rewrite(run, 40, ROWS.replace("3.", "4.", 1), role, lambda bits, left=left: taken(left, len(bits)))
+
+
+def taken(left, count):
+    """The next ``count`` elements of what is left."""
+    found, left[0] = np.split(left[0], [count])
+    return found
+
+
+def cut(file, keep):
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * keep)])
+
+
+def of_another_step(run, name):
+    shutil.copy(step_folder(run, 30) / name, step_folder(run) / name)
+
+
+def of_another_rank(run):
+    name = LAYER.replace("_01-model_states", "_00-model_states")
+    shutil.copy(step_folder(run) / name, step_folder(run) / LAYER)
+
+
+FAULTS = {
+    "one bit of one replica": ("REP001", lambda run: poke(run, 40, NORM, place="tp=1", flip=8)),
+    "one replica scaled": (
+        "REP001", lambda run: rewrite(run, 40, NORM, "master", as_float(lambda x: x * 1.01), "tp=1")
+    ),
+    "NaN in a weight": ("CST001", lambda run: poke(run, 40, WEIGHT, value=0x7FC0)),
+    "infinity in a moment": ("NUM001", lambda run: poke(run, 40, WEIGHT, "first_moment", value=0x7F800000)),
+    "weights all zero": ("CST001", lambda run: rewrite(run, 40, WEIGHT, "parameter", np.zeros_like)),
+    "one weight off by two ulps": ("CST001", lambda run: poke(run, 40, WEIGHT, flip=2)),
+    "masters of another step": (
+        "CST001", lambda run: rewrite(run, 40, WEIGHT, "master", as_float(lambda x: x * np.float32(1.02)))
+    ),
+    "masters kept in bfloat16": (
+        "CST002",
+        lambda run: [
+            rewrite(run, 40, name, "master", lambda bits: (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000)
+            for name in (WEIGHT, OTHER)
+        ],
+    ),
+    "a negative second moment": (
+        "OPT010", lambda run: poke(run, 40, WEIGHT, "second_moment", value=float32_bits(-1e-6))
+    ),
+    "first moment of other gradients": (
+        "OPT011", lambda run: rewrite(run, 40, WEIGHT, "first_moment", as_float(lambda x: x * 1000))
+    ),
+    "second moment lost": ("OPT012", lambda run: rewrite(run, 40, WEIGHT, "second_moment", np.zeros_like)),
+    "moments of another parameter": ("OPT013", moments_of_another),
+    "a layer file missing": ("INT001", lambda run: (step_folder(run) / LAYER).unlink()),
+    "a partition missing": ("INT001", lambda run: (step_folder(run) / ZERO).unlink()),
+    "a layer file cut": ("INT002", lambda run: cut(step_folder(run) / LAYER, 0.6)),
+    "a partition cut": ("INT002", lambda run: cut(step_folder(run) / ZERO, 0.9)),
+    "a partition of another step": ("INT005", lambda run: of_another_step(run, ZERO)),
+    # Two statements about different tensors of the file: the replicated ones, and those of one rank alone.
+    "a layer file of another step": ("REP001, CST001", lambda run: of_another_step(run, LAYER)),
+    "a layer file of another rank": ("INT006", of_another_rank),
+    "a pointer to nothing": ("INT003", lambda run: (run / "latest").write_text("global_step50")),
+}
+
+
+def copy(target):
+    for step in STEPS:
+        shutil.copytree(step_folder(HEALTHY, step), step_folder(target, step))
+    (target / "latest").write_text(f"global_step{STEPS[-1]}")
+    return target
+
+
+def findings(run, **choices):
+    return audit(LocalStore(run), Settings(**choices)).runs[0].findings
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_one_finding(tmp_path, name):
+    expected, damage = FAULTS[name]
+    damage(copy(tmp_path))
+    assert ", ".join(finding.id for finding in findings(tmp_path)) == expected
+
+
+@pytest.mark.parametrize("level", list(Level))
+def test_the_healthy_twin_is_silent(tmp_path, level):
+    assert findings(copy(tmp_path), level=level) == []
+
+
+def table():
+    """Markdown rows: fault, expected id, what was found, consequences."""
+    yield "| fault | primary id | found | consequences |"
+    yield "|---|---|---|---|"
+    for name, (expected, damage) in FAULTS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            run = copy(Path(folder))
+            damage(run)
+            found = findings(run)
+        ids = ", ".join(finding.id for finding in found)
+        yield f"| {name} | {expected} | {ids} | {', '.join(i for f in found for i in f.consequences)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write("\n".join(table()) + "\n")
