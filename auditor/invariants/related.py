@@ -109,7 +109,8 @@ def _seen_replicas(catalog: Catalog, observations: Observations) -> dict[int, li
     tensor, replica = pieces.tensor[order], pieces.replica[order]
     first = np.flatnonzero(np.concatenate([[True], (tensor[1:] != tensor[:-1]) | (replica[1:] != replica[:-1])]))
     sizes = np.add.reduceat(pieces.num_elements()[order], first)
-    wanted = np.array([what.num_elements for what in catalog.tensors], np.int64)[tensor[first]]
+    # Shapes that nobody can store may be recorded all the same.
+    wanted = np.array([min(what.num_elements, 1 << 62) for what in catalog.tensors], np.int64)[tensor[first]]
     done = np.logical_and.reduceat(rows["read"][order] == Read.DONE, first)
     columns = _totals(rows[order], first)
     # Complex elements are counted by their two parts.

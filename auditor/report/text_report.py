@@ -256,7 +256,11 @@ def _coverage(run: RunReport) -> Iterator[str]:
     for level, names in run.beyond_level().items():
         them = "it" if len(names) == 1 else "them"
         yield f"  not asked       {', '.join(names)}: --level {level.name.lower()} judges {them}"
+    inapplicable: dict[str, list[str]] = {}
     for (identifier, reason), count in sorted(run.reasons("not_applicable").items()):
-        yield f"  not applicable  {identifier}: {count} · {safe(reason)}"
+        # One reason often keeps a whole family silent: one line, not one an invariant.
+        inapplicable.setdefault(reason, []).append(f"{identifier} {count:,}" if count > 1 else identifier)
+    for reason, names in inapplicable.items():
+        yield f"  not applicable  {', '.join(names)} · {safe(reason)}"
     for (identifier, reason), count in sorted(run.undetermined().items()):
         yield f"  undetermined    {identifier}: {count} a step · {safe(reason)}"
