@@ -276,7 +276,7 @@ INVARIANTS = (
                   "weight decay …) in every parameter group, and the same number of groups. Groups of one file, and "
                   "pipeline stages, may differ.",
         rationale="Replicas are updated by other rules: they drift apart from here on.",
-        source="docs/design.md, section 5 (OPT); deepspeedai/DeepSpeed#5289: schedulers stepped twice on resume",
+        source="docs/design.md, section 5; deepspeedai/DeepSpeed#5289: schedulers stepped twice on resume",
         example="rank_1.pt: parameter group 0 has lr 0.02, on other ranks 0.01",
         misses="Settings that are wrong on all ranks alike; data-parallel ranks of which one alone saved.",
         hint="Compare the ranks' configuration and schedulers; replicas have drifted if steps were taken since.",
