@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.dcp_catalog import DcpReading
-from auditor.adapters.dcp_files import LIGHTNING, beside, files_of, number_in, parts_of
+from auditor.adapters.dcp_files import LIGHTNING, files_of, is_inner, number_in, parts_of
+from auditor.adapters.dcp_safetensors import ShardReading, shard_files
 from auditor.adapters.step_file import StepFile
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Entry, Store
@@ -29,15 +30,18 @@ class TorchDcp:
     def recognise(self, store: Store, folder: Folder) -> Match | Declined:
         """By the names of its files."""
         parts = parts_of(store, folder)
-        if not parts:
+        shards = shard_files(folder)
+        if not parts and not shards:
             return Declined("it holds no .metadata and no file __<rank>_<n>.distcp")
         if _MEGATRON in folder.files:
             return Declined("it is Megatron's form of a distributed checkpoint: it holds metadata.json", 0.5)
-        if beside(store, folder):
+        if is_inner(store, folder):
             return Declined("it is a part of the checkpoint in the folder above it", 0.3)
+        step, reason = self._step(store, folder)
+        if not parts:
+            return Match(step, f"{len(shards)} files shard-<rank>-model-….safetensors; {reason}")
         num_files = sum(len(part.data) for part in parts)
         index = ", ".join(part.metadata[0] for part in parts)
-        step, reason = self._step(store, folder)
         return Match(step, f"{num_files} data files, {index} says what they hold; {reason}")
 
     def _step(self, store: Store, folder: Folder) -> tuple[int, str]:
@@ -60,4 +64,6 @@ class TorchDcp:
 
     def read(self, store: Store, folder: Folder, match: Match, options: Options) -> Catalog:
         """The Catalog of one step."""
-        return DcpReading(store, folder, parts_of(store, folder), options).catalog(match.step, self.name)
+        parts = parts_of(store, folder)
+        reading = DcpReading(store, folder, parts, options) if parts else ShardReading(store, folder, options)
+        return reading.catalog(match.step, self.name)

@@ -23,6 +23,8 @@ OWN_METADATA = re.compile(r"__(\d{1,6})\.metadata", re.A)
 SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors", re.A)
 """A rank's part as HuggingFaceStorageWriter writes it; ranks count from 1."""
 _PARTS = re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d{1,3})?", re.A)
+_CONSOLIDATED = "sharded"
+"""Where HuggingFaceStorageWriter keeps the ranks' parts when it puts them together in the folder above."""
 _STEP = re.compile(
     r"(?:.*[-_.=])?(?:checkpoint|ckpt|steps?|iter|iteration|global_step)[-_=]?(\d{1,15})(?:\.ckpt)?|(\d{1,15})", re.A
 )
@@ -85,15 +87,18 @@ def parts_of(store: Store, folder: Folder) -> list[Part]:
     return [part for entry in named if (part := part_of(Folder.read(store, entry.name))) is not None]
 
 
-def beside(store: Store, folder: Folder) -> Folder | None:
-    """The folder above one that may be a part of it."""
+def is_inner(store: Store, folder: Folder) -> bool:
+    """Whether a folder is a part of the step that the folder above it is."""
     above, _, name = folder.path.rpartition("/")
-    if not folder.path or not (_PARTS.fullmatch(name) or name == "sharded"):
-        return None
+    if not folder.path or not (_PARTS.fullmatch(name) or name == _CONSOLIDATED):
+        return False
     try:
-        return Folder.read(store, above)
+        parent = Folder.read(store, above)
     except ObjectMissingError:
-        return None
+        return False
+    if name == _CONSOLIDATED:
+        return any(other.endswith(".safetensors") for other in parent.files)
+    return part_of(parent) is None
 
 
 def files_of(store: Store, folder: Folder) -> Iterator[Entry]:

@@ -27,6 +27,7 @@ from auditor.model.waiver import apply_baseline, apply_waivers
 from auditor.observe.checksums import verify_checksums
 from auditor.observe.difference import measure_differences
 from auditor.observe.executors import executor_of
+from auditor.observe.kernels import choose
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.shares import Everything, Joined, Runner, Share
 from auditor.reports import REACHED, Coverage, Report, RunReport, StepReport
@@ -96,7 +97,9 @@ def audit_share(
         job = _audit_of(readable, settings, workers, share, progress, time.time())
         sources = [job.chosen_steps(source) for source in discover(readable)]
         for steps in sources:
-            for step, level in zip(steps, job.levels(steps), strict=True):
+            levels = job.levels(steps)
+            job = replace(job, num_bytes_ahead=job.weights_ahead(steps, levels))
+            for step, level in zip(steps, levels, strict=True):
                 job.measure(job.catalogs(step, level)[1], level, step.folder.path)
     if not any(sources):
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
@@ -147,6 +150,8 @@ class _Audit:
     runner: Runner
     progress: Progress
     now: float
+    num_bytes_ahead: int = 0
+    """About how much will be read of the run: what decides which kernels are worth their loading."""
 
     def run(self, source: RunSource) -> RunReport:
         begun = time.monotonic()
@@ -157,8 +162,9 @@ class _Audit:
         report.num_saved_before = source.steps.index(sources[0]) if sources else 0
         whole_run = len(sources) == len(source.steps)
         levels = self.levels(sources)
+        job = replace(self, num_bytes_ahead=self.weights_ahead(sources, levels))
         for step, level in zip(sources, levels, strict=True):
-            report.steps.append(self.step(step, level, report, pointers, newest=step is newest))
+            report.steps.append(job.step(step, level, report, pointers, newest=step is newest))
         states = tuple(step.state for step in report.steps)
         states = decide_commits(
             states,
@@ -196,6 +202,10 @@ class _Audit:
         if len(sources) == 1 or total <= LARGE_RUN_BYTES:
             return [Level.VALUES] * len(sources)
         return [Level.REPLICAS] * (len(sources) - 1) + [Level.VALUES]
+
+    def weights_ahead(self, sources: Sequence[StepSource], levels: Sequence[Level]) -> int:
+        read = [step for step, level in zip(sources, levels, strict=True) if level >= Level.VALUES]
+        return sum(entry.num_bytes for step in read for entry in self.files_of(step))
 
     def step(
         self,
@@ -268,7 +278,8 @@ class _Audit:
         everything = level >= Level.VALUES and any(not item.reads and not item.pairings for item in asking)
         rows = wanted_rows(catalog, None if everything else tensors)
         progress = partial(self.progress, path)
-        return observe(self.store, catalog, rows, self.runner, progress, pairings, self.settings.kernels)
+        kernels = choose(self.num_bytes_ahead, self.settings.kernels).name
+        return observe(self.store, catalog, rows, self.runner, progress, pairings, kernels)
 
     @staticmethod
     def count(coverage: Coverage, full: Catalog, catalog: Catalog, seen: Observations) -> None:

@@ -246,8 +246,8 @@ class Pieces:
         columns["tensor"] = new_number[columns["tensor"]]
         return Pieces({**columns, "pool": self.pool}, self.coordinates, self.keys)
 
-    def num_elements(self) -> NDArray[np.int64]:
-        """Elements of every piece."""
+    @cached_property
+    def _num_elements(self) -> NDArray[np.int64]:
         counts = np.ones(len(self), np.int64)
         flat = self.num_dims < 0
         at = self.region_at[flat]
@@ -257,7 +257,12 @@ class Pieces:
             at = self.region_at[rows]
             for dim in range(dims):
                 counts[rows] *= np.maximum(self.pool[at + dims + dim] - self.pool[at + dim], 0)
+        counts.flags.writeable = False
         return counts
+
+    def num_elements(self) -> NDArray[np.int64]:
+        """Elements of every piece."""
+        return self._num_elements
 
 
 class PiecesBuilder:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from auditor.model.catalog import WITHHELD, Catalog, FileState, Role
 from auditor.model.observation import Observations, Read
 from auditor.model.pairing import Pairing, PairResult
-from auditor.observe.kernels import choose, empty_rows, empty_tallies
+from auditor.observe.kernels import empty_rows, empty_tallies
 from auditor.observe.plan import Plan, plan
 from auditor.observe.shares import Runner
 from auditor.observe.unit import UnitResult, Worker
@@ -39,14 +39,15 @@ def wanted_rows(catalog: Catalog, tensors: Iterable[int] | None = None) -> NDArr
 
 def observe(
     store: Store, catalog: Catalog, rows: NDArray[np.int64], runner: Runner,
-    progress: Callable[[int], None] = lambda num_bytes: None, pairings: Sequence[Pairing] = (), kernels: str = "auto",
+    progress: Callable[[int], None] = lambda num_bytes: None, pairings: Sequence[Pairing] = (), kernels: str = "numpy",
 ) -> Observations:  # fmt: skip
     """Read the pieces ``rows`` once, measure them, and compare the ``pairings`` while they are read.
 
-    ``progress`` is told the bytes of every unit that is done. Failures of storage are in the result, not raised.
+    ``progress`` is told the bytes of every unit that is done; ``kernels`` is a name that ``kernels.choose`` takes.
+    Failures of storage are in the result, not raised.
     """
     work = plan(catalog, rows, pairings)
-    worker = Worker(store, choose(sum(unit.num_bytes for unit in work.units), kernels).name)
+    worker = Worker(store, kernels)
     gathered = _Gathered(catalog, rows, len(work.tallies))
     for unit, result in zip(work.units, runner.run(catalog.path, worker, work.units), strict=True):
         gathered.take(unit.rows, unit.tallies, result)
@@ -68,8 +69,9 @@ class _Gathered:
         states = [file.state for file in catalog.files]
         outcome = np.array([int(_UNREAD[state]) for state in states] or [0], np.int8)
         self.pieces["read"][rows] = outcome[catalog.pieces.file[rows]]
-        for number in np.unique(catalog.pieces.file[rows]).tolist():
-            if states[number] is not FileState.PRESENT:
+        wanted = np.bincount(catalog.pieces.file[rows], minlength=len(states))
+        for number, state in enumerate(states):
+            if wanted[number] and state is not FileState.PRESENT:
                 self.failures[number] = catalog.files[number].detail
 
     def take(self, rows: NDArray[np.int64], tallies: Sequence[int], result: UnitResult) -> None:

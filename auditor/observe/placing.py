@@ -30,11 +30,8 @@ class Side:
     strides: tuple[int, ...]
     """Carriers between neighbours along the cell's dims."""
     dtype: DType
-
-    @property
-    def width(self) -> int:
-        """Bytes of one carrier."""
-        return np.dtype(self.dtype.carrier).itemsize
+    width: int
+    """Bytes of one carrier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +51,11 @@ class Cell:
     def num_bytes(self) -> int:
         """Of all sides together."""
         return math.prod(self.shape) * sum(side.width for side in self.sides)
+
+    @property
+    def straight(self) -> bool:
+        """Whether the elements lie without gaps in the tensor and on every side."""
+        return len(self.shape) == 1 and all(side.strides == (1,) for side in self.sides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def cell_of(tensor: Tensor, box: Box, pieces: Sequence[Piece], dtypes: Sequence[
         if halves:
             first, strides = 2 * first, (*(2 * s for s in strides), 1)
         width = np.dtype(dtype.carrier).itemsize
-        sides.append(Side(piece.index, piece.file, piece.offset + first * width, tuple(strides), dtype))
+        sides.append(Side(piece.index, piece.file, piece.offset + first * width, tuple(strides), dtype, width))
     if halves:
         shape, steps, base = (*shape, 2), (*(2 * s for s in steps), 1), 2 * base
     return _simplified(Cell(shape, steps, base, tuple(sides)))
@@ -109,7 +111,14 @@ def flat_cell(start: int, stop: int, pieces: Sequence[Piece], firsts: Sequence[i
     """The cell of a flat range that lies without gaps in every one of ``pieces``, which begin at ``firsts``."""
     factor = 2 if dtypes[0].kind is Kind.COMPLEX else 1
     sides = tuple(
-        Side(piece.index, piece.file, piece.offset + (start - first) * (dtype.bits // 8), (1,), dtype)
+        Side(
+            piece.index,
+            piece.file,
+            piece.offset + (start - first) * (dtype.bits // 8),
+            (1,),
+            dtype,
+            np.dtype(dtype.carrier).itemsize,
+        )
         for piece, first, dtype in zip(pieces, firsts, dtypes, strict=True)
     )
     return Cell(((stop - start) * factor,), (1,), start * factor, sides)
@@ -138,7 +147,7 @@ def _simplified(cell: Cell) -> Cell:
         for of in kept:
             of.append(1)
     sides = tuple(
-        Side(side.row, side.file, side.offset, tuple(of), side.dtype)
+        Side(side.row, side.file, side.offset, tuple(of), side.dtype, side.width)
         for side, of in zip(cell.sides, kept[1:], strict=True)
     )
     return Cell(tuple(shape), tuple(kept[0]), cell.base, sides, cell.pairs)

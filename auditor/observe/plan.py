@@ -80,7 +80,8 @@ def plan(catalog: Catalog, rows: NDArray[np.int64], pairings: Sequence[Pairing] 
     present = np.array([file.state is FileState.PRESENT for file in catalog.files] or [False])
     rows = rows[present[catalog.pieces.file[rows]]]
     found = lineups(catalog, pairings, rows)
-    rows = np.setdiff1d(rows, np.array(sorted(found.measured), np.int64))
+    if found.measured:
+        rows = rows[~np.isin(rows, np.fromiter(found.measured, np.int64))]
     # A piece without elements is read as nothing, wherever it is said to be.
     starts = np.where(catalog.pieces.num_elements()[rows] > 0, flat_starts(catalog, rows), 0)
     whole = starts >= 0

@@ -7,9 +7,10 @@ its parts are tried one by one, so that what lies before the end of a short file
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from auditor.model.dtype import DType
 from auditor.model.observation import Read
 from auditor.observe.kernels import Bytes, Kernels, Runs, choose, empty_rows, empty_tallies
 from auditor.observe.kernels import Side as KernelSide
-from auditor.observe.placing import Part, Side, lattice, parts
+from auditor.observe.placing import Cell, Part, Side, lattice, parts
 from auditor.observe.plan import Table, Unit
 from auditor.storage.store import (
     Entry,
@@ -77,16 +78,25 @@ class Worker:
             doing = _Doing(self.store, choose(0, self.kernels), unit, result, stack)
             if unit.table is not None:
                 doing.stretches(unit.table)
-            for batch in _batches(unit):
-                doing.batch(batch)
+            for cell, others in groupby(unit.cells, key=lambda cell: cell if _long(cell) else None):
+                if cell is not None:
+                    doing.long(cell)
+                else:
+                    for batch in _batches(others):
+                        doing.batch(batch)
         return result
 
 
-def _batches(unit: Unit) -> Iterator[list[Part]]:
+def _long(cell: Cell) -> bool:
+    """Whether a cell is read block by block, without a thought about neighbours."""
+    return cell.straight and cell.num_bytes > BUFFER_BYTES
+
+
+def _batches(cells: Iterable[Cell]) -> Iterator[list[Part]]:
     """Parts of cells that are read together: on every side close to each other, and small together."""
     held: list[Part] = []
     reach: list[tuple[int, int]] = []
-    for cell in unit.cells:
+    for cell in cells:
         for part in parts(cell, max(1, BUFFER_BYTES // len(cell.sides))):
             extents = [part.extent(side) for side in cell.sides]
             joined = _joined(held, part, reach, extents)
@@ -223,6 +233,42 @@ class _Doing:
 
     # Cells of several files
 
+    def long(self, cell: Cell) -> None:
+        """Read, measure and compare a long straight cell block by block."""
+        (num_elements,), at = cell.shape, np.zeros(1, np.int64)
+        block = max(1, BUFFER_BYTES // sum(side.width for side in cell.sides))
+        rows = [np.array([side.row]) for side in cell.sides]
+        for done in range(0, num_elements, block):
+            count = min(block, num_elements - done)
+            length, start = np.array([count]), np.array([cell.base + done])
+            try:
+                buffers = [self.straight(side, number, done, count) for number, side in enumerate(cell.sides)]
+            except StorageError:
+                self.batch([Part(cell, (done,), (count,))])
+                continue
+            for side, buffer, row in zip(cell.sides, buffers, rows, strict=True):
+                if side.row >= 0:
+                    self.result.num_bytes_read += len(buffer)
+                    self.measure(buffer, side.dtype, Runs(at, length, start, row))
+                    self.done(row)
+                else:
+                    self.result.num_bytes_reread += len(buffer)
+            for tally, left, right in cell.pairs:
+                one, other = (KernelSide(buffers[side], cell.sides[side].dtype, at) for side in (left, right))
+                self.compare(tally, one, other, length, start)
+
+    def straight(self, side: Side, number: int, first: int, count: int) -> Bytes:
+        """Elements of a straight side, in the buffer ``number``."""
+        buffer = _buffer(2 * number, count * side.width)
+        self.handle(side.file).read_into(side.offset + first * side.width, memoryview(buffer))  # type: ignore[arg-type]
+        return buffer
+
+    def compare(
+        self, tally: int, one: KernelSide, other: KernelSide, length: NDArray[np.int64], start: NDArray[np.int64]
+    ) -> None:
+        pairing, total = self.unit.pairings[tally], self.result.tallies[tally : tally + 1]
+        self.kernels.compare(pairing, one, other, length, start, total)
+
     def batch(self, batch: Sequence[Part]) -> None:
         """Read, measure and compare parts together; where that fails, each part, and then each side, by itself."""
         try:
@@ -253,9 +299,7 @@ class _Doing:
                     KernelSide(loaded[side][at][0], part.cell.sides[side].dtype, loaded[side][at][1])
                     for side in (left, right)
                 )
-                self.kernels.compare(
-                    self.unit.pairings[tally], one, other, length, starts[at], self.result.tallies[tally : tally + 1]
-                )
+                self.compare(tally, one, other, length, starts[at])
 
     def load(self, batch: Sequence[Part], number: int) -> list[tuple[Bytes, NDArray[np.int64]]]:
         """One side of all parts, read at once: for each part the buffer, and where its runs begin in it."""
@@ -294,7 +338,7 @@ class _Doing:
             length = np.repeat(np.array([batch[member].shape[-1] for member in members], np.int64), counts)
             row = np.repeat(np.array([batch[member].cell.sides[number].row for member in members], np.int64), counts)
             self.measure(loaded[members[0]][0], dtype, Runs(places, length, start, row))
-            self.done(row)
+            self.done([batch[member].cell.sides[number].row for member in members])
 
 
 def _hull(extents: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -134,7 +134,7 @@ def test_memory_limit_is_kept_and_what_is_below_it_loads(name):
     reader = machine()
     try:
         reader.load(data)
-    except MemoryLimitError:
+    except LimitError:
         return
     assert machine(num_memory=reader.num_memory).load(data) is not False
     with pytest.raises(MemoryLimitError):
@@ -219,7 +219,7 @@ def test_memo_with_holes_and_repeats_is_that_of_pickle(data):
      b"N(NNs.", b"(o.", b"0.", b"N(00.", b"1.", b"N(\x93.", b"((e.", b"](\x90."],
 )  # fmt: skip
 def test_nothing_reaches_below_a_mark(data):
-    with pytest.raises(Exception, match=""):
+    with pytest.raises(pickle.UnpicklingError):
         pickle.loads(data)
     with pytest.raises(DamagedError):
         machine().load(data)
@@ -234,8 +234,8 @@ def test_pop_takes_a_mark():
 
 
 @pytest.mark.parametrize(
-    "begin, unit, end",
-    [(b")", b"\x85", b""), (b"N", b"]\x94N\x86", b""), (b"", b"]", b"a"), (b"", b"(", b"t"), (b"", b"](", b"e"),
+    ("begin", "unit", "end"),
+    [(b")", b"\x85", b""), (b"N", b"N\x86", b""), (b"", b"]", b"a"), (b"", b"(", b"t"), (b"", b"](", b"e"),
      (b"", b"}N", b"s"), (b"", b"cno\nthing\n)R}N", b"sb")],
     ids=["TUPLE1", "TUPLE2", "APPEND", "TUPLE", "APPENDS", "SETITEM", "BUILD"],
 )  # fmt: skip
@@ -261,20 +261,20 @@ def test_long_flat_containers_are_not_nested():
 PRIME = (1 << 61) - 1
 
 
-def colliding(num: int) -> bytes:
-    """Whole numbers that all have the hash 0."""
-    return b"".join(b"\x8a\x0b" + (i * PRIME).to_bytes(11, "little") + b"N" for i in range(1, num))
+def colliding(then: bytes) -> bytes:
+    """Whole numbers that all have the hash 0, each with instructions after it."""
+    return b"".join(b"\x8a\x0b" + (i * PRIME).to_bytes(11, "little") + then for i in range(1, 50_000))
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"}(" + colliding(50_000) + b"u.",
-        b"}" + colliding(50_000).replace(b"\0N", b"\0Ns") + b".",
-        b"(" + colliding(50_000) + b"\x91.",
-        b"\x8f(" + colliding(50_000) + b"\x90.",
-        b"ccollections\nOrderedDict\n(" + colliding(50_000).replace(b"\0N", b"\0N\x86") + b"l\x85R.",
-        b"cbuiltins\nset\n(" + colliding(50_000) + b"l\x85R.",
+        b"}(" + colliding(b"N") + b"u.",
+        b"}" + colliding(b"Ns") + b".",
+        b"(" + colliding(b"") + b"\x91.",
+        b"\x8f(" + colliding(b"") + b"\x90.",
+        b"ccollections\nOrderedDict\n(" + colliding(b"N\x86") + b"l\x85R.",
+        b"cbuiltins\nset\n(" + colliding(b"") + b"l\x85R.",
     ],
     ids=["SETITEMS", "SETITEM", "FROZENSET", "ADDITEMS", "OrderedDict", "set"],
 )
@@ -331,10 +331,11 @@ def test_small_files_always_find_room():
 
 def test_bombs_in_one_step_share_a_budget(monkeypatch):
     monkeypatch.setattr(deepspeed_files, "RecordBudget", lambda: RecordBudget(8 * MIB))
-    content = saved(bomb("dictionaries", 20_000)[:-2] + b"l.")
+    content = saved(bomb("dictionaries", 20_000))
     names = [f"layer_{layer:02d}-model_00-model_states.pt" for layer in range(16)]
     store = MemoryStore(dict.fromkeys(names, content))
     files = deepspeed_files.read_step_files(store, Folder.read(store, ""))
     states = [files.layers[layer, 0].state for layer in range(16)]
-    assert states.count(FileState.PRESENT) == 5
-    assert states[5:] == [FileState.UNREADABLE] * 11
+    num_read = states.count(FileState.PRESENT)
+    assert 4 <= num_read <= 8
+    assert states == [FileState.PRESENT] * num_read + [FileState.UNREADABLE] * (16 - num_read)

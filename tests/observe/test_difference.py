@@ -18,6 +18,7 @@ from auditor.observe import difference as difference_module
 from auditor.observe.decode import to_float64
 from auditor.observe.difference import Budget, measure_differences
 from auditor.observe.one_pass import observe
+from auditor.observe.shares import Everything
 from auditor.storage.faulty import Faults, FaultyStore
 from auditor.storage.memory import MemoryStore
 
@@ -59,7 +60,7 @@ def replicas(*tensors):
 
 def measured(store, catalog, **budget):
     with ThreadPoolExecutor(1) as pool:
-        seen = observe(store, catalog, np.arange(len(catalog.pieces)), pool)
+        seen = observe(store, catalog, np.arange(len(catalog.pieces)), Everything(pool))
     return measure_differences(store, catalog, seen, Budget(**budget))
 
 
@@ -309,7 +310,7 @@ def test_what_was_measured_before_is_kept():
 def test_storage_that_fails_leaves_the_difference_unmeasured():
     store, catalog = several(1)
     with ThreadPoolExecutor(1) as pool:
-        seen = observe(store, catalog, np.arange(len(catalog.pieces)), pool)
+        seen = observe(store, catalog, np.arange(len(catalog.pieces)), Everything(pool))
     faulty = FaultyStore(store, Faults(denied="rank1"))
     again = measure_differences(faulty, catalog, seen)
     assert (again.differences, again.num_bytes_reread) == ({}, 0)

@@ -202,7 +202,7 @@ def test_progress_is_told_all_bytes():
     store, catalog = large().finish()
     told = []
     with ThreadPoolExecutor(2) as pool:
-        seen = observe(store, catalog, np.arange(len(catalog.pieces)), pool, told.append)
+        seen = observe(store, catalog, np.arange(len(catalog.pieces)), Everything(pool), told.append)
     assert sum(told) == seen.num_bytes_read > 0
 
 
