@@ -17,7 +17,7 @@ from auditor.storage.store import Entry, Store, base_name
 
 MAX_RANKS = 1 << 17
 """Ranks of the largest mesh that is believed; beyond it a recorded size is nonsense."""
-MAX_LOST = 1024
+MAX_LOST = 256
 """Files that a recorded mesh may imply for each one that is there. Beyond it the mesh is not that of these files, and
 what all the others should hold would take minutes to list."""
 

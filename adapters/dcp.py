@@ -8,16 +8,20 @@ Sources: torch ``torch/distributed/checkpoint`` (2.0 to 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.dcp_catalog import DcpReading
-from auditor.adapters.dcp_files import LIGHTNING, files_of, is_inner, number_in, parts_of
+from auditor.adapters.dcp_files import LIGHTNING, Part, files_of, is_inner, number_in, parts_of
+from auditor.adapters.dcp_objects import recorded_step
 from auditor.adapters.dcp_safetensors import ShardReading, shard_files
+from auditor.adapters.dcp_sources import open_index
 from auditor.adapters.step_file import StepFile
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Entry, Store
 
+MAX_INDEX_BYTES = 16 << 20
+"""An index that is read only to find a step in it is not longer: about a second."""
 _MEGATRON = "metadata.json"
 
 
@@ -37,22 +41,34 @@ class TorchDcp:
             return Declined("it is Megatron's form of a distributed checkpoint: it holds metadata.json", 0.5)
         if is_inner(store, folder):
             return Declined("it is a part of the checkpoint in the folder above it", 0.3)
-        step, reason = self._step(store, folder)
+        step, reason = self._step(store, folder, parts)
         if not parts:
             return Match(step, f"{len(shards)} files shard-<rank>-model-….safetensors; {reason}")
         num_files = sum(len(part.data) for part in parts)
         index = ", ".join(part.metadata[0] for part in parts)
         return Match(step, f"{num_files} data files, {index} says what they hold; {reason}")
 
-    def _step(self, store: Store, folder: Folder) -> tuple[int, str]:
+    def _step(self, store: Store, folder: Folder, parts: Sequence[Part]) -> tuple[int, str]:
         if LIGHTNING in folder.files:
             step = StepFile.read(store, folder, LIGHTNING).tree.get("global_step")
             if type(step) is int and 0 <= step < 1 << 53:
                 return step, f"{LIGHTNING} records global_step {step}"
-        number = number_in(folder_name(store, folder))
+        number, of_steps = number_in(folder_name(store, folder))
+        if not of_steps and (step := self._recorded(store, parts)) is not None:
+            return step, f"step {step} was saved with it"
         if number is not None:
             return number, "its step is the folder's number"
         return 0, "nothing tells a step"
+
+    def _recorded(self, store: Store, parts: Sequence[Part]) -> int | None:
+        """A step that the training script saved with the model: read where the folder's name tells none for certain."""
+        for part in parts:
+            name = part.metadata[0]
+            if name in part.folder.files and part.folder.files[name].num_bytes <= MAX_INDEX_BYTES:
+                step = recorded_step(store, open_index(store, part, name))
+                if step is not None:
+                    return step
+        return None
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """DCP writes none."""

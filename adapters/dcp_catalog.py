@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from auditor.adapters.adapter import Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.adapters.dcp_data import DataFile, open_data
-from auditor.adapters.dcp_files import LIGHTNING, TEMPORARY, Part, is_plain_name, rank_of
+from auditor.adapters.dcp_data import DataFile, Flaw, open_data
+from auditor.adapters.dcp_files import LIGHTNING, TEMPORARY, Part, rank_of
 from auditor.adapters.dcp_names import Names
 from auditor.adapters.dcp_objects import record_objects
 from auditor.adapters.dcp_sources import Source, coordinate_of, every_key, open_index
@@ -31,6 +31,7 @@ class DcpReading:
         self.builder = CatalogBuilder()
         self.opaque: Counter[str] = Counter()
         self.claimed: set[str] = set()
+        self.flaws: list[tuple[Source, Flaw]] = []
 
     def catalog(self, step: int, format_name: str) -> Catalog:
         """The Catalog of the step."""
@@ -46,8 +47,12 @@ class DcpReading:
         placing = TensorPlacing(self.builder, names, self.sources, num_ranks)
         placing.add_all()
         self.opaque.update(placing.unknown)
+        for source, flaw in self.flaws:
+            # Bytes of no item where a chunk has none: it is the chunk that lacks.
+            if flaw.overlaps or not placing.num_missing:
+                self._problem(ProblemKind.METADATA, source.path, flaw.message)
         for source in self.sources:
-            record_objects(self.builder, names, source)
+            record_objects(self.builder, names, source, step)
         folders = [self.folder, *(part.folder for part in self.parts)]
         listed = dict.fromkeys(join(folder.path, name) for folder in folders for name in folder.files)
         unclaimed = [path for path in listed if path not in self.claimed]
@@ -81,17 +86,12 @@ class DcpReading:
         self.builder.file(source.opened.as_file(folder, "dcp-metadata", source.coordinate, index.opaque))
 
     def _open_data(self, source: Source, file: DataFile) -> None:
-        if not is_plain_name(file.name):
-            shown = file.name[:200]
-            self._problem(ProblemKind.METADATA, source.path, f"places items in {shown!r}, which is no file beside it")
-            return
         folder = source.part.folder
         opened = open_data(self.store, folder, source.index, file, source.contents, names_only=self.names_only)
         self.opaque.update(file.opaque)
         self._add_file(folder, opened, "" if file.transforms else "dcp", file)
         if not opened.lost:
-            for flaw in file.flaws:
-                self._problem(ProblemKind.METADATA, source.path, flaw)
+            self.flaws += [(source, flaw) for flaw in file.flaws]
 
     def _add_marker(self, part: Part) -> None:
         """Lightning's own file, which it writes after the index."""

@@ -38,6 +38,15 @@ class Contents:
     """Rows of counters that are tensors."""
 
 
+@dataclass(frozen=True, slots=True)
+class Flaw:
+    """What an index says of a data file that can't be."""
+
+    message: str
+    overlaps: bool
+    """Whether two items have the same bytes; else some bytes are of none."""
+
+
 @dataclass(slots=True)
 class DataFile:
     """One data file that an index names."""
@@ -47,7 +56,7 @@ class DataFile:
     """Of the index, in order of their place in the file."""
     num_bytes: int = 0
     """Where the last of its items ends."""
-    flaws: list[str] = field(default_factory=list)
+    flaws: list[Flaw] = field(default_factory=list)
     """What the index says of it that can't be."""
     transforms: frozenset[str] = frozenset()
     opaque: Counter[str] = field(default_factory=Counter)
@@ -88,14 +97,14 @@ def data_files(index: DcpMetadata) -> dict[str, DataFile]:
     return found
 
 
-def _extent(index: DcpMetadata, name: str, rows: list[int]) -> tuple[int, list[str]]:
+def _extent(index: DcpMetadata, name: str, rows: list[int]) -> tuple[int, list[Flaw]]:
     """Where the last of a file's items ends, and what is wrong with their places."""
-    end, flaws = 0, list[str]()
+    end, flaws = 0, list[Flaw]()
     for row in rows:
         start = index.item_offset[row]
         if start != end and len(flaws) < MAX_FLAWS:
-            how = f"leaves bytes {end} to {start} of" if start > end else f"places two items at byte {start} of"
-            flaws.append(f"{how} {name}" + (" to no item" if start > end else ""))
+            gap, overlap = f"leaves bytes {end} to {start} of {name} to no item", f"places two items at byte {start} of"
+            flaws.append(Flaw(gap, False) if start > end else Flaw(f"{overlap} {name}", True))
         end = max(end, start + index.item_length[row])
     return end, flaws
 

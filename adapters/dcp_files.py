@@ -26,8 +26,9 @@ _PARTS = re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d{1,3})?", re.A)
 _CONSOLIDATED = "sharded"
 """Where HuggingFaceStorageWriter keeps the ranks' parts when it puts them together in the folder above."""
 _STEP = re.compile(
-    r"(?:.*[-_.=])?(?:checkpoint|ckpt|steps?|iter|iteration|global_step)[-_=]?(\d{1,15})(?:\.ckpt)?|(\d{1,15})", re.A
-)
+    r"(?:.*[-_.=])?(?:checkpoint|ckpt|steps?|iter|iteration|global_step)[-_=]?(?P<named>\d{1,15})(?:\.ckpt)?|"
+    r"(?P<counted>\d{1,15})", re.A,
+)  # fmt: skip
 
 
 def rank_of(name: str) -> int | None:
@@ -37,10 +38,15 @@ def rank_of(name: str) -> int | None:
     return rank if rank < MAX_RANKS else None
 
 
-def number_in(name: str) -> int | None:
-    """The step that a folder's name tells."""
+def number_in(name: str) -> tuple[int | None, bool]:
+    """The number in a folder's name, and whether the name says that it is one of steps.
+
+    ``checkpoint_3`` may as well be the third that was saved.
+    """
     found = _STEP.fullmatch(name)
-    return int(found[1] or found[2]) if found else None
+    if found is None:
+        return None, False
+    return int(found["named"] or found["counted"]), any(word in name for word in ("step", "iter"))
 
 
 @dataclass(frozen=True, slots=True)

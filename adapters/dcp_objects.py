@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.counters import MAX_VALUE
 from auditor.adapters.dcp_names import STEPS, Names, OptimizerKey, optimizer_key
 from auditor.adapters.dcp_sources import Source, coordinate_of
 from auditor.adapters.optimizer_index import is_count, settings
+from auditor.containers.dcp_items import SMALL_ITEM, Found, Item, read_items
 from auditor.model.catalog import Scalar
 from auditor.model.optimizer import Hyperparameter, ParameterGroup
-from auditor.storage.store import base_name
+from auditor.storage.store import StorageError, Store, base_name
 
 MAX_GROUPS = 1 << 16
 
@@ -30,7 +32,7 @@ class _Group:
     entries: dict[str, Any] = field(default_factory=dict)
 
 
-def record_objects(builder: CatalogBuilder, names: Names, source: Source) -> None:
+def record_objects(builder: CatalogBuilder, names: Names, source: Source, step: int) -> None:
     """Add the groups and counters that one index leads to."""
     groups: dict[tuple[str, str], _Group] = {}
     for key, row in _first_rows(source):
@@ -41,17 +43,30 @@ def record_objects(builder: CatalogBuilder, names: Names, source: Source) -> Non
             own.entries[kept.entry] = value
         elif kept is not None and kept.entry == "step" and is_count(value):
             _add_step(builder, names, source, row, kept)
-        elif kept is None and key in STEPS and is_count(value):
+        elif kept is None and key in STEPS and is_count(value) and abs(value - step) != 1:
+            # Loops that count from 0 save the number of the step that they have done less one.
             builder.scalars.append(_scalar("global_steps", float(value), source, row))
     builder.groups.extend(_groups(names, source, groups))
 
 
-def recorded_step(source: Source) -> int | None:
-    """The step that was saved with the model, where one was."""
-    for key, row in _first_rows(source):
-        value = source.contents.values.get(row)
-        if key in STEPS and is_count(value) and value >= 0:
-            return int(value)
+def recorded_step(store: Store, source: Source) -> int | None:
+    """The step that was saved with the model, where one was; only its own item is read."""
+    for key in STEPS:
+        for row in source.rows.get(key, ())[:1]:
+            index, file = source.index, source.file_of(row)
+            if index.item_transform[row]:
+                continue
+            item = Item(index.item_offset[row], min(index.item_length[row], SMALL_ITEM), 0)
+            try:
+                with store.open(file) as handle:
+                    found = next(read_items(handle, [item]))
+            except StorageError:
+                continue
+            value = found.number if isinstance(found, Found) and found.number is not None else None
+            if value is None and isinstance(found, Found):
+                value = found.content if is_count(found.content) else None
+            if value is not None and 0 <= value < MAX_VALUE:
+                return int(value)
     return None
 
 

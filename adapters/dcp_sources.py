@@ -10,6 +10,7 @@ from auditor.adapters.dcp_data import Contents, DataFile, data_files
 from auditor.adapters.dcp_files import TEMPORARY, Part, is_plain_name, rank_of
 from auditor.adapters.step_file import Opened
 from auditor.containers.dcp_metadata import DcpMetadata, Described, read_dcp_metadata
+from auditor.model.catalog import FileState
 from auditor.model.mesh import EVERYWHERE, Coordinate
 from auditor.model.region import Box
 from auditor.storage.store import Store, join
@@ -61,26 +62,28 @@ class Source:
             found.setdefault(name, []).append(row)
         return {self.index.names[name]: rows for name, rows in found.items()}
 
-    @cached_property
-    def _elsewhere(self) -> frozenset[int]:
-        """Numbers of files that are named but are none beside the index."""
-        return frozenset(n for n, name in enumerate(self.index.files) if not is_plain_name(name))
-
     def placed(self, tensor: Described) -> Iterator[tuple[int, Box | None]]:
         """The rows of a tensor with the region that each holds; None for one that no chunk describes.
 
-        Those without elements are left out: a rank with nothing of a tensor writes such a one.
+        Those without elements are left out: a rank with nothing of a tensor writes such a one. A region that is
+        described but is in no row comes with the row -1.
         """
         sizes = dict(self.index.chunks_of(tensor))
+        left = {corner for corner, extent in sizes.items() if 0 not in extent}
         for row in self.rows.get(tensor.name, ()):
-            if self.index.item_file[row] in self._elsewhere:
-                continue
             corner = self.index.corner(row)
             extent = sizes.get(corner) if corner is not None else None
+            left.discard(corner or ())
             if corner is None or extent is None:
                 yield row, None
             elif 0 not in extent:
-                yield row, Box(corner, tuple(a + n for a, n in zip(corner, extent, strict=True)))
+                yield row, _box(corner, extent)
+        for corner in left:
+            yield -1, _box(corner, sizes[corner])
+
+
+def _box(corner: tuple[int, ...], extent: tuple[int, ...]) -> Box:
+    return Box(corner, tuple(a + n for a, n in zip(corner, extent, strict=True)))
 
 
 def open_index(store: Store, part: Part, name: str) -> Source:
@@ -91,6 +94,10 @@ def open_index(store: Store, part: Part, name: str) -> Source:
         opened = Opened[DcpMetadata].absent(name)
         if TEMPORARY in part.folder.files:
             opened = replace(opened, detail=f"it is not there, only {TEMPORARY}: the save was not finished")
+    strange = next((file for file in opened.content.files if not is_plain_name(file)), "") if opened.content else ""
+    if strange:
+        detail = f"it places items in {strange[:200]!r}, which is no file beside it"
+        opened = Opened(name, FileState.DAMAGED, None, detail, opened.entry)
     index = opened.content or DcpMetadata()
     return Source(part, opened, index, data_files(index), Contents(index.item_offset[:]))
 

@@ -48,6 +48,8 @@ class TensorPlacing:
         self.lost = [source for source in sources if source.opened.lost]
         self.unknown: Counter[str] = Counter()
         """Dtypes that are not known here."""
+        self.num_missing = 0
+        """Chunks that an index describes and places nowhere."""
         self._places: dict[tuple[int, int], tuple[int, Coordinate]] = {}
         """Index and number of a file in it to its number in the Catalog, and the rank that wrote it."""
 
@@ -106,6 +108,8 @@ class TensorPlacing:
                 corner = [*(source.index.corner(row) or ())]
                 message = f"places a part of {tensor.name} that it does not describe, at {corner}"
                 self._problem(ProblemKind.METADATA, source, message, name)
+            elif row < 0:
+                self.num_missing += 1
             else:
                 yield _Held(source, row, region)
 

@@ -21,14 +21,15 @@ def pieces_tile_tensors(evidence: StepEvidence) -> Judgement:
     violations: list[Violation] = []
     undetermined: dict[str, list[str]] = {}
     num_holds = 0
-    whole = tiled_replicas(catalog) - _losing(catalog)
+    gone = _lost_files(catalog)
+    whole = tiled_replicas(catalog) - _losing(catalog, gone)
     for tensor in range(len(catalog.tensors)):
         for replica in range(len(catalog.replicas[tensor])):
             if (tensor, replica) in whole:
                 num_holds += 1
                 continue
             try:
-                found = _judge(catalog, tensor, replica, catalog.rows_of(tensor, replica))
+                found = _judge(catalog, tensor, replica, catalog.rows_of(tensor, replica), gone)
             except SweepTooLarge:
                 undetermined.setdefault("its pieces are cut too irregularly", []).append(catalog.tensors[tensor].name)
                 continue
@@ -37,10 +38,10 @@ def pieces_tile_tensors(evidence: StepEvidence) -> Judgement:
     return Judgement(num_holds, tuple(violations), {reason: tuple(names) for reason, names in undetermined.items()})
 
 
-def _losing(catalog: Catalog) -> set[tuple[int, int]]:
+def _losing(catalog: Catalog, gone: NDArray[np.bool_]) -> set[tuple[int, int]]:
     """Tensor and replica of all that lost a piece with its file."""
     pieces = catalog.pieces
-    lost = np.flatnonzero(_lost_files(catalog)[pieces.file])
+    lost = np.flatnonzero(gone[pieces.file])
     return set(zip(pieces.tensor[lost].tolist(), pieces.replica[lost].tolist(), strict=True))
 
 
@@ -49,9 +50,12 @@ def _lost_files(catalog: Catalog) -> NDArray[np.bool_]:
     return np.array([file.state in (FileState.MISSING, FileState.DAMAGED) for file in catalog.files] or [False])
 
 
-def _judge(catalog: Catalog, tensor: int, replica: int, rows: NDArray[np.int64]) -> Violation | None:
+def _judge(
+    catalog: Catalog, tensor: int, replica: int, rows: NDArray[np.int64], gone: NDArray[np.bool_]
+) -> Violation | None:
+    """``gone``: which files are gone with their pieces."""
     what = catalog.tensors[tensor]
-    lost = rows[_lost_files(catalog)[catalog.pieces.file[rows]]].tolist()
+    lost = rows[gone[catalog.pieces.file[rows]]].tolist()
     regions = [catalog.pieces.region(int(row)) for row in rows]
     found = coverage(regions, what.shape)
     if found.exact and not lost:

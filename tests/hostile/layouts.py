@@ -122,7 +122,7 @@ MEGATRONS = [
     megatron_mesh("world of 100,000", 0, "holds", world_size=RANKS, data_parallel_size=RANKS // 2),
     megatron_mesh("100,000 tensor-parallel ranks", world_size=RANKS, tensor_model_parallel_size=RANKS),
     megatron_mesh("50,000 pipeline stages", world_size=RANKS, pipeline_model_parallel_size=RANKS // 2),
-    megatron_mesh("1,000 tensor-parallel ranks", says="INT001", world_size=1000, tensor_model_parallel_size=1000),
+    megatron_mesh("250 tensor-parallel ranks", says="INT001", world_size=250, tensor_model_parallel_size=250),
     megatron_mesh("mesh of 2^40 ranks", tensor_model_parallel_size=1 << 20, pipeline_model_parallel_size=1 << 20),
     megatron_mesh("negative mesh", 1, "", tensor_model_parallel_size=-2),
     megatron_mesh("iteration of 2^70", 0, "holds", iteration=1 << 70),

@@ -5,12 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from auditor.invariants.related import layer, seen_replicas, siblings
+from auditor.invariants.related import by_role, layer, seen_replicas, siblings
 from auditor.model.catalog import Role
 from auditor.model.dtype import BFLOAT16, FLOAT32
 from auditor.model.finding import Outcome
+from auditor.model.mesh import EVERYWHERE
 from auditor.model.observation import Read
-from tests.invariants.measured import MASTER, PARAMETER, Step
+from auditor.model.region import whole
+from tests.invariants.measured import MASTER, PARAMETER, Step, bits_of
 
 SHAPE = (16, 8)
 
@@ -73,14 +75,36 @@ def test_a_matrix_of_denormals_needs_no_siblings():
     [
         model(np.zeros(SHAPE), num=1, at=0),
         model(np.zeros(SHAPE), num=3, at=0, name="attn.lora_B.weight"),
-        model(np.zeros((4, 4)), num=1, at=0),
-        model(np.zeros(128, np.float32), num=1, at=0),
+        model(np.zeros(SHAPE), at=5, name="attn.lora_B.weight"),
         model(weight(3, scale=1e-25)),
     ],
-    ids=["no siblings", "fresh low-rank factor", "small", "vector", "tiny but not denormal"],
+    ids=["no siblings", "few siblings", "fresh low-rank factor", "tiny but not denormal"],
 )
 def test_zeros_that_say_nothing(step):
     assert not step.judge("NUM002").violations
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (128,), (1, 128)])
+def test_vectors_and_small_matrices_are_not_judged(shape):
+    step = Step(group=None)
+    for number in range(8):
+        values = np.zeros(shape) if number == 5 else np.arange(float(math.prod(shape))).reshape(shape)
+        step.add(f"layers.{number}.w", PARAMETER, values)
+    for identifier in ("NUM002", "NUM003"):
+        assert step.judge(identifier).outcome is Outcome.NOT_APPLICABLE
+
+
+def test_half_of_the_layers_being_zero_is_no_collapse_of_one():
+    step = model(num=4)
+    for number in range(4, 8):
+        step.add(f"layers.{number}.mlp.weight", PARAMETER, np.zeros(SHAPE))
+    judged = step.judge("NUM002")
+    assert not judged.violations
+    assert judged.num_holds == 4
+
+
+def test_a_low_rank_factor_of_one_value_that_is_not_zero():
+    assert only(model(np.full(SHAPE, 0.5), name="attn.lora_A.weight").judge("NUM002"))
 
 
 def test_projections_that_all_begin_at_zero():
@@ -161,7 +185,7 @@ def test_few_siblings_say_nothing():
 
 
 def test_most_siblings_being_zero_says_nothing():
-    step = model(num=1)
+    step = model(weight(scale=100), num=1, at=0)
     for number in range(1, 8):
         step.add(f"layers.{number}.mlp.weight", PARAMETER, np.zeros(SHAPE))
     assert not step.judge("NUM003").violations
@@ -201,6 +225,24 @@ def test_numbers_inside_words_tell_tensors_apart(names):
 def test_the_layer_is_the_first_number():
     assert layer("model.layers.12.experts.3.w1") == "12"
     assert layer("lm_head.weight") == "lm_head.weight"
+
+
+def test_a_name_that_one_role_has_twice_is_in_none():
+    step = Step(group=None)
+    step.add("w", PARAMETER, weight())
+    step.add("w", PARAMETER, weight()[:4])
+    step.add("w", MASTER, weight())
+    roles = by_role(step.evidence().catalog)
+    assert (roles[PARAMETER], roles[MASTER]) == ({}, {"w": 2})
+
+
+def test_a_tensor_with_a_hole_was_not_read_whole():
+    step = Step(group=None)
+    number = step.builder.tensor("w", PARAMETER, FLOAT32, SHAPE, 0)
+    step.builder.piece(number, 0, 0, whole((8, 8)), EVERYWHERE)
+    step.contents.append((bits_of(weight()[:8], FLOAT32), FLOAT32, Read.DONE))
+    evidence = step.evidence()
+    assert seen_replicas(evidence.catalog, evidence.observations) == {}
 
 
 def test_a_tensor_is_known_by_any_replica_that_was_read_whole():
