@@ -94,8 +94,8 @@ def open_index(store: Store, part: Part, name: str) -> Source:
         opened = Opened[DcpMetadata].absent(name)
         if TEMPORARY in part.folder.files:
             opened = replace(opened, detail=f"it is not there, only {TEMPORARY}: the save was not finished")
-    strange = next((file for file in opened.content.files if not is_plain_name(file)), "") if opened.content else ""
-    if strange:
+    strange = next((file for file in opened.content.files if not is_plain_name(file)), None) if opened.content else None
+    if strange is not None:
         detail = f"it places items in {strange[:200]!r}, which is no file beside it"
         opened = Opened(name, FileState.DAMAGED, None, detail, opened.entry)
     index = opened.content or DcpMetadata()

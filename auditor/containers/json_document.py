@@ -20,7 +20,7 @@ MAX_JSON_BYTES = 64 << 20
 MAX_DEPTH = 64
 """Lists within lists; the deepest honest document (a trainer's state) has five."""
 
-_STRING, _BRACKET = re.compile(rb'"(?:[^"\\]|\\.)*"'), re.compile(rb"[\[\]{}]")
+_STRING, _BRACKET = re.compile(rb'"(?:[^"\\]++|\\.)*+"'), re.compile(rb"[\[\]{}]")
 _MIN_BYTES_PER_BRACKET = 8
 _FREE_BRACKETS = 1 << 12
 """A list or dictionary takes two bytes of text and sixty of memory. Honest documents have one in eight at most."""

@@ -131,7 +131,7 @@ def _joined(
 ) -> tuple[tuple[int, int], ...] | None:
     """The windows that hold one part more than they held, or None where it doesn't fit."""
     part, extents = placed
-    if not held or [side.file for side in held[-1][0].cell.sides] != [side.file for side in part.cell.sides]:
+    if not held or _apart(held[-1][0].cell, part.cell):
         return None
     joined = []
     for (low, high), (start, stop) in zip(reach, extents, strict=True):
@@ -140,6 +140,11 @@ def _joined(
         joined.append((min(low, start), max(high, stop)))
     limit = BUFFER_BYTES // len(joined)
     return tuple(joined) if all(high - low <= limit for low, high in joined) else None
+
+
+def _apart(one: Cell, other: Cell) -> bool:
+    """Whether two cells lie in other files, or one is measured and the other is only compared."""
+    return [(side.file, side.row < 0) for side in one.sides] != [(side.file, side.row < 0) for side in other.sides]
 
 
 @dataclass(slots=True)
@@ -346,7 +351,8 @@ class _Doing:
         """Run the kernels over one side; parts that lie in one buffer and have one dtype go together."""
         together: dict[tuple[int, DType], list[int]] = {}
         for at, part in enumerate(batch):
-            together.setdefault((id(loaded[at][0]), part.cell.sides[number].dtype), []).append(at)
+            if part.cell.sides[number].row >= 0:
+                together.setdefault((id(loaded[at][0]), part.cell.sides[number].dtype), []).append(at)
         for (_, dtype), members in together.items():
             rows = np.array([batch[member].cell.sides[number].row for member in members])
             counts = [len(starts[member]) for member in members]

@@ -1,14 +1,18 @@
 """The adapter of torch.distributed.checkpoint, on what torch wrote."""
 
-import math
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
-from auditor.adapters.adapter import Declined, Folder, Match, Options
+from auditor.adapters.adapter import Folder, Match, Options
 from auditor.adapters.dcp import TorchDcp
 from auditor.adapters.registry import recognise
 from auditor.audit import audit
-from auditor.model.catalog import FileState, Role
+from auditor.discovery import discover
+from auditor.model.catalog import Role
+from auditor.observe.one_pass import observe, wanted_rows
+from auditor.observe.shares import Everything
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
@@ -94,11 +98,6 @@ def audited(objects, level=Level.FULL):
     return run
 
 
-def only(objects, level=Level.FULL):
-    (finding,) = audited(objects, level).findings
-    return finding
-
-
 def by_name(catalog, role):
     return {tensor.name: tensor for tensor in catalog.tensors if tensor.role is role}
 
@@ -112,7 +111,7 @@ def test_healthy_checkpoints_are_silent(variant, level):
     run = audited(objects_of(FIXTURES / variant), level)
     assert not run.findings
     assert not run.unrecognised
-    assert not run.opaque
+    assert not any(step.opaque for step in run.steps)
     assert level is Level.NAMES or run.last_good.step == 4
     assert {step.state.format for step in run.steps} == {"torch-dcp"}
 
@@ -139,7 +138,7 @@ def test_what_is_stored_once_is_undetermined_and_what_every_rank_has_a_part_of_i
         assert sum(tensor.stored_once == ("rank",) for tensor in catalog.tensors) == once
         (run,) = audit(LocalStore(FIXTURES / variant), Settings(select=("REP001",))).runs
         assert run.steps[-1].judgements["REP001"].num_holds == 0
-        ((key, count),) = [item for item in run.undetermined().items() if item[0][0] == "REP001"]
+        ((key, _count),) = [item for item in run.undetermined().items() if item[0][0] == "REP001"]
         assert key[1] == "stored once along rank: other replicas are not on disk"
 
 
@@ -201,3 +200,33 @@ def test_every_adapter_knows_its_own():
     ):  # fmt: skip
         store = LocalStore(path)
         assert recognise(store, Folder.read(store, ""))[0].name == name
+
+
+# One state in many layouts
+
+
+def digests(path):
+    """Role and name to dtype, shape and digest of every replica of every tensor; nothing is merged."""
+    store = LocalStore(path)
+    (run,) = discover(store)
+    (source,) = run.steps
+    catalog = source.adapter.read(store, source.folder, source.match, Options())
+    with ThreadPoolExecutor(2) as workers:
+        seen = observe(store, catalog, wanted_rows(catalog), Everything(workers))
+    found = {}
+    for number, tensor in enumerate(catalog.tensors):
+        for replica in range(len(catalog.replicas[number])):
+            rows = catalog.rows_of(number, replica)
+            lanes = tuple(int(seen.pieces[lane][rows].sum(dtype=np.uint64)) for lane in ("lane0", "lane1"))
+            found.setdefault((tensor.role.value, tensor.name), set()).add((tensor.dtype.name, tensor.shape, lanes))
+    return found
+
+
+def test_one_state_has_one_digest_in_every_layout():
+    first = digests(SAME / "per_rank")
+    assert len(first) == 20
+    assert all(len(found) == 1 for found in first.values())
+    assert len({next(iter(found))[2] for (role, _), found in first.items() if role != "counter"}) == 15
+    for layout in sorted(SAME.iterdir()):
+        wanted = {key: found for key, found in first.items() if key[0] == "parameter" or "hf" not in layout.name}
+        assert digests(layout) == wanted, layout.name

@@ -32,8 +32,8 @@ def number(index: int) -> bytes:
 
 THING = b"cno\nthing\nq\x000("
 EMOJI = "\U0001f600".encode()
-LIST = b"(" + b"".join(b"J" + number(1000 + i) for i in range(100_000)) + b"l\x940"
-PAIRS = b"(" + b"".join(b"J" + number(1000 + i) + b"N\x86" for i in range(50_000)) + b"l\x940"
+LIST = b"(" + b"".join(b"J" + number(1000 + i) for i in range(20_000)) + b"l\x940"
+PAIRS = b"(" + b"".join(b"J" + number(1000 + i) + b"N\x86" for i in range(10_000)) + b"l\x940"
 TEXT = b"X" + number(100_000) + b"a" * 100_000 + b"\x940"
 AGAIN = b"h\x01h\x00\x85R"
 

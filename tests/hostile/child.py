@@ -102,9 +102,10 @@ def warm_up() -> None:
     """Import what commands import on first use: a user without rights may not be able to read it."""
     for arguments in (["check", RUN], ["check", RUN, "--format", "json"], ["inspect", RUN], ["check", RUN / "latest"]):
         sys.argv = ["auditor", *map(str, arguments)]
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            with contextlib.suppress(SystemExit):
-                main()
+        nowhere = io.StringIO()
+        quiet = contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere)
+        with quiet[0], quiet[1], contextlib.suppress(SystemExit):
+            main()
 
 
 def serve() -> None:
@@ -118,7 +119,8 @@ def serve() -> None:
             finally:
                 os._exit(70)
         _, status = os.waitpid(child, 0)
-        print(json.dumps({"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}), flush=True)
+        sys.stdout.write(json.dumps({"signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0}) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -77,15 +77,41 @@ PIPELINES = [
     recorded("dp_world_size of 2^62", 0, "holds", "", dp_world_size=HUGE),
     recorded("global_steps of 2^70", 0, "holds", "", global_steps=1 << 70),
     recorded("global_steps below zero", 0, "holds", "", global_steps=-6),
-    pipeline("files of ranks beyond any mesh", "ranks and layers in file names", lambda step: [
-        shutil.copy(step / MODEL, step / name) for name in
-        (f"mp_rank_{'9' * 200}_model_states.pt", f"layer_{'9' * 100}-model_{'9' * 100}-model_states.pt",
-         f"bf16_zero_pp_rank_{'9' * 100}_mp_rank_00_optim_states.pt")], 1, "INT009", "mp_rank_999"),
-    pipeline("digits of another script", "a rank in a file name, in Arabic digits",
-             lambda step: shutil.copy(step / LAYER, step / "layer_٠٣-model_٠١-model_states.pt"), 1, "INT009", "layer_"),
-    pipeline("step of 240 digits", "the step, in a folder's name", lambda step: (
-        [path.write_bytes(b"") for path in step.glob("mp_rank_*")], (step.parent / "latest").unlink(),
-        step.rename(step.with_name(f"global_step{'9' * 240}"))), 1, "INT002", "mp_rank_0"),
+    pipeline(
+        "files of ranks beyond any mesh",
+        "ranks and layers in file names",
+        lambda step: [
+            shutil.copy(step / MODEL, step / name)
+            for name in (
+                f"mp_rank_{'9' * 200}_model_states.pt",
+                f"layer_{'9' * 100}-model_{'9' * 100}-model_states.pt",
+                f"bf16_zero_pp_rank_{'9' * 100}_mp_rank_00_optim_states.pt",
+            )
+        ],
+        1,
+        "INT009",
+        "mp_rank_999",
+    ),
+    pipeline(
+        "digits of another script",
+        "a rank in a file name, in Arabic digits",
+        lambda step: shutil.copy(step / LAYER, step / "layer_٠٣-model_٠١-model_states.pt"),
+        1,
+        "INT009",
+        "layer_",
+    ),
+    pipeline(
+        "step of 240 digits",
+        "the step, in a folder's name",
+        lambda step: (
+            [path.write_bytes(b"") for path in step.glob("mp_rank_*")],
+            (step.parent / "latest").unlink(),
+            step.rename(step.with_name(f"global_step{'9' * 240}")),
+        ),
+        1,
+        "INT002",
+        "mp_rank_0",
+    ),
     latest("to the parent", "the step to resume from", written(b"..")),
     latest("to the root", "the step to resume from", written(b"/etc")),
     latest("with escapes", "the step to resume from", written(b"\x1b[2J\x1b]0;owned\x07\r\n\xff\x9b")),
@@ -93,12 +119,20 @@ PIPELINES = [
     latest("empty", "that it points", written(b"")),
     latest("of zero bytes", "the step to resume from", written(bytes(100))),
     latest("linked to itself", "a pointer without end", lambda path: path.symlink_to("latest"), 3, "oo many levels"),
-    latest("linked out of the run", "a pointer that is another file's content",
-           lambda path: path.symlink_to("/etc/hostname")),
-    latest("linked to /dev/zero", "a pointer without end", lambda path: path.symlink_to("/dev/zero"), 3,
-           "not a regular file"),
+    latest(
+        "linked out of the run",
+        "a pointer that is another file's content",
+        lambda path: path.symlink_to("/etc/hostname"),
+    ),
+    latest(
+        "linked to /dev/zero",
+        "a pointer without end",
+        lambda path: path.symlink_to("/dev/zero"),
+        3,
+        "not a regular file",
+    ),
     latest("that is a named pipe", "a pointer that is never written", os.mkfifo, 3, "not a regular file"),
-]  # fmt: skip
+]
 
 
 # Megatron-LM and files a rank
@@ -109,8 +143,14 @@ def megatron(name: str, lie: str, change: Change, code: int = 1, says: str = "",
 
 
 def megatron_mesh(name: str, code: int = 1, says: str = "MET002", **values: int) -> Input:
-    return megatron(name, "recorded sizes of the mesh", numbers("*/*.pt", **values), code, says,
-                    "model_optim_rng.pt" if code else "")  # fmt: skip
+    return megatron(
+        name,
+        "recorded sizes of the mesh",
+        numbers("*/*.pt", **values),
+        code,
+        says,
+        "model_optim_rng.pt" if code else "",
+    )
 
 
 def tracker(content: bytes, code: int = 1, says: str = "INT003") -> Change:
@@ -130,13 +170,33 @@ MEGATRONS = [
     megatron("tracker of 10^15", "the step to resume from", tracker(b"9" * 15), 1, "INT003", TRACKER),
     megatron("tracker with escapes", "the step to resume from", tracker(b"\x1b[2J4"), 1, "INT003", TRACKER),
     Input("rank files: healthy twin", "nothing", "torch-per-rank", rank_step, 0, "holds"),
-    Input("rank files: world of 100,000", "recorded size of the mesh", "torch-per-rank",
-          on(rank_step, numbers("*.pt", world_size=RANKS)), 1, "MET002", "rank_"),
-    Input("rank files: world of 2^62", "recorded size of the mesh", "torch-per-rank",
-          on(rank_step, numbers("*.pt", world_size=HUGE)), 0, "holds"),
-    Input("rank files: rank 999,999", "the rank in a file name", "torch-per-rank",
-          on(rank_step, lambda step: (step / "rank_1.pt").rename(step / "rank_999999.pt")), 1, "", "rank_999999.pt"),
-]  # fmt: skip
+    Input(
+        "rank files: world of 100,000",
+        "recorded size of the mesh",
+        "torch-per-rank",
+        on(rank_step, numbers("*.pt", world_size=RANKS)),
+        1,
+        "MET002",
+        "rank_",
+    ),
+    Input(
+        "rank files: world of 2^62",
+        "recorded size of the mesh",
+        "torch-per-rank",
+        on(rank_step, numbers("*.pt", world_size=HUGE)),
+        0,
+        "holds",
+    ),
+    Input(
+        "rank files: rank 999,999",
+        "the rank in a file name",
+        "torch-per-rank",
+        on(rank_step, lambda step: (step / "rank_1.pt").rename(step / "rank_999999.pt")),
+        1,
+        "",
+        "rank_999999.pt",
+    ),
+]
 
 
 # Hugging Face
@@ -147,8 +207,14 @@ def sharded(folder: Path) -> Path:
     return copied(HUGGING_FACE / "llama_sharded", folder) / f"{SAFETENSORS}.index.json"
 
 
-def index(name: str, lie: str, change: Callable[[dict], object] | bytes, code: int = 1, says: str = "INT002",
-          file: str = "index.json") -> Input:  # fmt: skip
+def index(
+    name: str,
+    lie: str,
+    change: Callable[[dict], object] | bytes,
+    code: int = 1,
+    says: str = "INT002",
+    file: str = "index.json",
+) -> Input:
     def build(folder: Path) -> None:
         path = sharded(folder)
         _ = path.write_bytes(change) if isinstance(change, bytes) else edited(path, change)
@@ -161,8 +227,14 @@ def mapped(to: object) -> Callable[[dict], object]:
     return lambda content: content["weight_map"].update({"lm_head.weight": to})
 
 
-def config(name: str, lie: str, change: Callable[[dict], object] | bytes, code: int = 1, says: str = "",
-           file: str = "config.json") -> Input:  # fmt: skip
+def config(
+    name: str,
+    lie: str,
+    change: Callable[[dict], object] | bytes,
+    code: int = 1,
+    says: str = "",
+    file: str = "config.json",
+) -> Input:
     def build(folder: Path) -> None:
         path = safetensors_folder(folder).with_name("config.json")
         _ = path.write_bytes(change) if isinstance(change, bytes) else edited(path, change)
@@ -191,15 +263,29 @@ HUGGING_FACES = [
     index("with escapes", "a file's name acts on terminals", mapped("\x1b[2J\x1b]0;owned\x07\r\n"), 1, ""),
     index("of itself", "a file of weights that is the index", mapped(f"{SAFETENSORS}.index.json"), 1, ""),
     index("of a number", "a file's name is a number", mapped(7), 1, ""),
-    index("of 20,000 files", "number of files",
-          lambda content: content.update(weight_map={f"t{n}": f"f{n}" for n in range(20_000)})),
-    index("of 50,000 tensors", "number of tensors",
-          lambda content: content["weight_map"].update({f"t{n}": SAFETENSORS for n in range(50_000)}), 1, "model.safetensors: it is not there", ""),
+    index(
+        "of 20,000 files",
+        "number of files",
+        lambda content: content.update(weight_map={f"t{n}": f"f{n}" for n in range(20_000)}),
+    ),
+    index(
+        "of 50,000 tensors",
+        "number of tensors",
+        lambda content: content["weight_map"].update({f"t{n}": SAFETENSORS for n in range(50_000)}),
+        1,
+        "model.safetensors: it is not there",
+        "",
+    ),
     index("nesting", "nesting", DEEP),
     index("no map", "that it maps", b'{"weight_map": []}'),
     index("total_size of 10^400", "size of all", b'{"metadata":{"total_size":1e400},"weight_map":{}}', 1, ""),
-    index("total_size that is no number", "size of all",
-          lambda content: content["metadata"].update(total_size=float("nan")), 1, ""),
+    index(
+        "total_size that is no number",
+        "size of all",
+        lambda content: content["metadata"].update(total_size=float("nan")),
+        0,
+        "MET002",
+    ),
     config("2^62 layers", "number of layers", sizes(num_hidden_layers=HUGE), 0),
     config("negative layers", "number of layers", sizes(num_hidden_layers=-2), 0),
     config("100,000 layers", "number of layers", sizes(num_hidden_layers=100_000), 0),
@@ -214,6 +300,6 @@ HUGGING_FACES = [
     trainer("step of 2^70", "the step", sizes(global_step=1 << 70), 0),
     trainer("step of 10^400", "the step", lambda content: content.update(global_step=float("inf")), 0),
     trainer("nesting", "nesting", DEEP, 1, "INT002"),
-]  # fmt: skip
+]
 
 LAYOUTS = (*PIPELINES, *MEGATRONS, *HUGGING_FACES)

@@ -86,7 +86,7 @@ def settle(folder: Path) -> None:
     """Date everything a day back, so that nothing counts as being written."""
     for place, folders, files in os.walk(os.fsencode(folder)):
         for name in (*folders, *files, b"."):
-            path = os.path.join(place, name)
+            path = place + b"/" + name
             status = os.lstat(path)
             os.utime(path, (status.st_atime - DAY, status.st_mtime - DAY), follow_symlinks=False)
 
@@ -133,7 +133,8 @@ def zipped(
     body, directory = io.BytesIO(), io.BytesIO()
     body.write(prefix)
     number = 0
-    for number, part in enumerate(parts, 1):
+    for part in parts:
+        number += 1
         directory.write(part.central(body.tell()))
         body.write(part.local())
     at, listed = body.tell(), directory.getvalue()

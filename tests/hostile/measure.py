@@ -21,18 +21,16 @@ def rows(glob: str):
             yield item, outcome, found
 
 
-def main() -> None:
-    found = sorted(rows(sys.argv[1] if len(sys.argv) > 1 else "*"), key=lambda row: -row[1].seconds)
-    print("| input | poses as | exit code | found | peak RSS, MiB | seconds |\n|---|---|---|---|---|---|")
+def lines(glob: str):
+    found = sorted(rows(glob), key=lambda row: -row[1].seconds)
+    yield "| input | poses as | exit code | found | peak RSS, MiB | seconds |\n|---|---|---|---|---|---|"
     for item, outcome, ids in found:
         wrong = "" if outcome.code == item.code else " (!)"
-        print(
-            f"| {item.name} | {item.poses_as} | {outcome.code}{wrong} | {ids.replace('|', '/')} "
-            f"| {outcome.peak_mib:.0f} | {outcome.seconds:.2f} |"
-        )
+        cost = f"{outcome.peak_mib:.0f} | {outcome.seconds:.2f}"
+        yield f"| {item.name} | {item.poses_as} | {outcome.code}{wrong} | {ids.replace('|', '/')} | {cost} |"
     peak, total = max(row[1].peak_mib for row in found), sum(row[1].seconds for row in found)
-    print(f"\n{len(found)} inputs, {total:.1f} s, at most {peak:.0f} MiB")
+    yield f"\n{len(found)} inputs, {total:.1f} s, at most {peak:.0f} MiB"
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.writelines(f"{line}\n" for line in lines(sys.argv[1] if len(sys.argv) > 1 else "*"))

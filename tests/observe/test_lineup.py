@@ -245,6 +245,34 @@ def test_a_lost_file_costs_the_comparison_and_nothing_else():
     assert (seen.pieces["read"] == np.where(lost, Read.LOST, Read.DONE)).all()
 
 
+def test_what_is_only_compared_is_not_measured_beside_what_is_measured():
+    """Two tensors in one file, the master of one of them half lost: nothing of one may be counted for the other."""
+    builder, files, pairs = CatalogBuilder(), {"w": bytearray(), "m": bytearray(), "lost": bytearray()}, []
+    for number in range(2):
+        made = Written((8,), seed=number)
+        weight = builder.tensor(f"t{number}", Role.PARAMETER, BFLOAT16, (8,), number)
+        master = builder.tensor(f"t{number}", Role.MASTER, FLOAT32, (8,), number)
+        builder.piece(weight, 0, len(files["w"]), FlatRange(0, 8), EVERYWHERE)
+        files["w"].extend(made.weight.tobytes())
+        for low in (0, 4):
+            file = "lost" if number == 0 and low else "m"
+            builder.piece(master, list(files).index(file), len(files[file]), FlatRange(low, low + 4), EVERYWHERE)
+            files[file].extend(made.master[low : low + 4].tobytes())
+        pairs.append(cast(weight, master))
+    store = MemoryStore({name: bytes(content) for name, content in files.items()})
+    for name, content in files.items():
+        state = FileState.MISSING if name == "lost" else FileState.PRESENT
+        builder.file(File(name, len(content), store.stat(name).identity, state))
+    catalog = builder.build(1, "", "made-up", NO_MESH, {}, ())
+    with ThreadPoolExecutor(1) as pool:
+        apart = observe(store, catalog, wanted_rows(catalog), Everything(pool))
+        seen = observe(store, catalog, wanted_rows(catalog), Everything(pool), pairings=pairs)
+    assert (seen.pieces == apart.pieces).all()
+    assert [one(seen, pair).num_compared for pair in pairs] == [4, 8]
+    assert seen.num_bytes_read == apart.num_bytes_read
+    assert seen.num_bytes_reread == 4 * (2 + 4)
+
+
 def test_a_file_that_ends_early_costs_only_what_lay_behind_its_end():
     made = Written((40, 16))
     weight, master = made.tensor(Role.PARAMETER, BFLOAT16), made.tensor(Role.MASTER, FLOAT32)

@@ -1,0 +1,511 @@
+"""Named damage to checkpoints by torch.distributed.checkpoint, and what other writers than its own examples save."""
+
+import io
+import os
+import pickle
+import struct
+import warnings
+
+import pytest
+
+from auditor.adapters.adapter import Declined, Folder, Options
+from auditor.adapters.dcp import TorchDcp
+from auditor.audit import audit
+from auditor.model.catalog import FileState, Role
+from auditor.model.mesh import Coordinate
+from auditor.model.region import whole
+from auditor.settings import Level, Settings
+from auditor.storage.memory import MemoryStore
+from auditor.view.assemble import read_box
+from tests.paths import ROOT
+
+FIXTURES = ROOT / "tests" / "fixtures" / "dcp"
+PLAIN = FIXTURES / "fsdp2_2"
+ADAPTER = TorchDcp()
+DATA = ("__0_0.distcp", "__1_0.distcp")
+
+
+def objects_of(folder):
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def audited(objects, level=Level.FULL, **settings):
+    (run,) = audit(MemoryStore(objects), Settings(level=level, **settings), now=1e9).runs
+    return run
+
+
+def only(objects, level=Level.FULL, **settings):
+    (finding,) = audited(objects, level, **settings).findings
+    return finding
+
+
+def files(finding):
+    return {location.file for location in finding.locations}
+
+
+def read(objects, path="", **options):
+    store = MemoryStore(objects)
+    folder = Folder.read(store, path)
+    return ADAPTER.read(store, folder, ADAPTER.recognise(store, folder), Options(**options))
+
+
+def changed(objects, name, by):
+    """The checkpoint with its index changed by ``by`` and pickled again."""
+    pytest.importorskip("torch.distributed.checkpoint")
+    metadata = pickle.loads(objects[name])
+    by(metadata)
+    return {**objects, name: pickle.dumps(metadata)}
+
+
+def saved(tmp_path, state, name="step-7", **options):
+    """What torch itself writes of ``state`` in one process."""
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / name, **options), no_dist=True)
+    return objects_of(tmp_path)
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", [*DATA, ".metadata"])
+@pytest.mark.parametrize("level", [Level.NAMES, Level.HEADERS, Level.FULL])
+def test_a_missing_file(name, level):
+    for step, identifier in ((2, "INT001"), (4, "INT004")):
+        objects = objects_of(PLAIN)
+        del objects[f"step-{step}/{name}"]
+        finding = only(objects, level)
+        assert finding.id == identifier
+        assert files(finding) == {f"step-{step}/{name}"}
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999, 1.001])
+def test_a_data_file_that_is_too_short_or_too_long(name, share):
+    objects = objects_of(PLAIN)
+    content = objects[f"step-4/{name}"]
+    length = int(share * len(content))
+    objects[f"step-4/{name}"] = (content + bytes(length))[:length]
+    for level in (Level.HEADERS, Level.FULL):
+        finding = only(objects, level)
+        assert finding.id == "INT002"
+        assert files(finding) == {f"step-4/{name}"}
+    assert [f.state for f in read(objects, "step-4", names_only=True).files].count(FileState.DAMAGED) == 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.999])
+def test_a_short_index(share):
+    objects = objects_of(PLAIN)
+    objects["step-4/.metadata"] = objects["step-4/.metadata"][: int(share * len(objects["step-4/.metadata"]))]
+    finding = only(objects)
+    assert (finding.id, files(finding)) == ("INT002", {"step-4/.metadata"})
+
+
+def test_files_of_a_run_with_more_ranks():
+    objects = objects_of(PLAIN)
+    objects["step-4/__7_0.distcp"] = objects["step-4/__1_0.distcp"]
+    finding = only(objects, Level.NAMES)
+    assert (finding.id, files(finding)) == ("INT009", {"step-4/__7_0.distcp"})
+    # A rank that had nothing to write leaves an empty one.
+    objects["step-4/__7_0.distcp"] = b""
+    assert not audited(objects).findings
+
+
+def test_a_save_that_was_not_finished():
+    objects = objects_of(PLAIN)
+    objects["step-4/.metadata.tmp"] = objects.pop("step-4/.metadata")
+    finding = only(objects, Level.NAMES)
+    assert (finding.id, files(finding)) == ("INT004", {"step-4/.metadata"})
+    del objects["step-4/.metadata.tmp"]
+    assert only(objects, Level.NAMES).id == "INT004"
+
+
+def test_a_save_into_a_used_folder_that_was_not_finished():
+    objects = objects_of(PLAIN)
+    objects["step-4/.metadata.tmp"] = objects["step-4/.metadata"]
+    finding = only(objects)
+    assert (finding.id, files(finding)) == ("INT009", {"step-4/.metadata.tmp"})
+
+
+def test_an_old_index_over_new_data():
+    objects = objects_of(PLAIN)
+    objects["step-4/.metadata"] = (FIXTURES / "tp_2" / "step-4" / ".metadata").read_bytes()
+    finding = only(objects)
+    assert finding.id == "INT002"
+    assert files(finding) == {f"step-4/{name}" for name in DATA}
+    # Sizes may fit by chance: then it is what the items hold.
+    objects = objects_of(PLAIN)
+
+    def swap(metadata):
+        by_name = {(index.fqn, tuple(index.offset or ())): index for index in metadata.storage_data}
+        one, other = by_name["model.blocks.0.norm.weight", (0,)], by_name["model.scale", (0, 0)]
+        stored = metadata.storage_data
+        assert stored[one].length == stored[other].length
+        stored[one], stored[other] = stored[other], stored[one]
+
+    finding = only(changed(objects, "step-4/.metadata", swap), Level.HEADERS)
+    assert (finding.id, files(finding)) == ("INT002", {"step-4/__0_0.distcp"})
+    assert "float32[1, 3], the index says float32[3]" in finding.message
+
+
+def test_a_data_file_of_another_step():
+    objects = objects_of(PLAIN)
+    objects["step-4/__1_0.distcp"] = objects["step-2/__1_0.distcp"]
+    assert len(objects["step-4/__1_0.distcp"]) == len((PLAIN / "step-4" / "__1_0.distcp").read_bytes())
+    findings = audited(objects).findings
+    assert "INT005" in {finding.id for finding in findings}
+    assert "step-4/__1_0.distcp" in {file for finding in findings for file in files(finding)}
+
+
+def test_a_flipped_bit_of_a_weight():
+    objects = objects_of(PLAIN)
+    catalog = read(objects, "step-4")
+    (number,) = [n for n, t in enumerate(catalog.tensors) if (t.name, t.role) == ("norm.weight", Role.PARAMETER)]
+    piece = catalog.pieces[int(catalog.rows_of(number, 0)[0])]
+    name = catalog.files[piece.file].name
+    content = bytearray(objects[name])
+    content[piece.offset] ^= 1
+    objects[name] = bytes(content)
+    assert not audited(objects, Level.VALUES).findings
+    finding = only(objects)
+    assert (finding.id, files(finding)) == ("INT010", {name})
+    assert "archive/data/0 of the item at byte" in finding.message
+
+
+def test_items_without_checksums(tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.serialization.set_crc32_options(False)
+    try:
+        objects = saved(tmp_path, {"model": {"a": torch.ones(3)}})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    run = audited(objects)
+    assert not run.findings
+    assert run.steps[0].judgements["INT010"].num_holds == 0
+
+
+def test_an_item_that_is_none():
+    objects = objects_of(PLAIN)
+    name, catalog = "step-4/__1_0.distcp", read(objects, "step-4")
+    item = min(p.offset for p in catalog.pieces if catalog.files[p.file].name == name)
+    content = bytearray(objects[name])
+    content[item + 200 : item + 500] = bytes(300)
+    objects[name] = bytes(content)
+    finding = only(objects, Level.HEADERS)
+    assert (finding.id, files(finding)) == ("INT002", {name})
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def test_dangerous_calls_are_named_with_their_file(tmp_path):
+    torch = pytest.importorskip("torch")
+    finding = only(saved(tmp_path, {"model": {"a": torch.ones(3)}, "extra": Evil()}))
+    assert (finding.id, files(finding)) == ("SEC001", {"step-7/__0_0.distcp"})
+    objects = changed(objects_of(PLAIN), "step-4/.metadata", lambda m: setattr(m, "planner_data", {"a": Evil()}))
+    finding = only(objects, Level.HEADERS)
+    assert (finding.id, files(finding)) == ("SEC001", {"step-4/.metadata"})
+
+
+# What the index says
+
+
+def test_a_chunk_that_is_stored_nowhere():
+    def drop(metadata):
+        (index,) = [i for i in metadata.storage_data if (i.fqn, i.index) == ("model.head.weight", 1)]
+        del metadata.storage_data[index]
+
+    finding = only(changed(objects_of(PLAIN), "step-4/.metadata", drop), Level.HEADERS)
+    assert finding.id == "COV001"
+    assert {(location.tensor, location.role) for location in finding.locations} == {("head.weight", Role.PARAMETER)}
+
+
+def test_a_stored_part_that_is_not_described():
+    def drop(metadata):
+        metadata.state_dict_metadata["model.head.weight"].chunks.pop()
+
+    ids = [f.id for f in audited(changed(objects_of(PLAIN), "step-4/.metadata", drop), Level.HEADERS).findings]
+    assert "COV001" in ids
+
+
+def test_chunks_that_overlap_or_leave_the_tensor():
+    torch = pytest.importorskip("torch")
+
+    def grow(metadata):
+        chunk = metadata.state_dict_metadata["model.head.weight"].chunks[1]
+        (index,) = [i for i in metadata.storage_data if (i.fqn, i.index) == ("model.head.weight", 1)]
+        place = metadata.storage_data.pop(index)
+        chunk.offsets = torch.Size([8, 0])
+        metadata.storage_data[type(index)("model.head.weight", chunk.offsets, 1)] = place
+
+    finding = only(changed(objects_of(PLAIN), "step-4/.metadata", grow), Level.HEADERS)
+    assert finding.id == "COV001"
+    assert "12 elements are in no piece, 12 elements are in two" in finding.message
+
+
+def test_two_items_at_one_place():
+    def collide(metadata):
+        first, second = [*metadata.storage_data.values()][:2]
+        assert first.relative_path == second.relative_path
+        second.offset, second.length = first.offset, first.length
+
+    findings = audited(changed(objects_of(PLAIN), "step-4/.metadata", collide), Level.HEADERS).findings
+    assert {finding.id for finding in findings} <= {"INT002", "MET002"}
+    assert findings
+
+
+def test_another_dtype_than_the_item_has():
+    torch = pytest.importorskip("torch")
+
+    def cast(metadata):
+        metadata.state_dict_metadata["model.head.weight"].properties.dtype = torch.bfloat16
+
+    finding = only(changed(objects_of(PLAIN), "step-4/.metadata", cast), Level.HEADERS)
+    assert finding.id == "INT002"
+    assert "holds float32[10, 6], the index says bfloat16[10, 6]" in finding.message
+
+
+@pytest.mark.parametrize("name", ["../other/__0_0.distcp", "/etc/passwd", "", ".", "a/b.distcp", "x" * 300])
+def test_names_do_not_leave_the_folder(name):
+    def lead_out(metadata):
+        for place in metadata.storage_data.values():
+            if place.relative_path == "__0_0.distcp":
+                place.relative_path = name
+
+    objects = changed(objects_of(PLAIN), "step-4/.metadata", lead_out)
+    finding = only(objects, Level.HEADERS)
+    assert (finding.id, files(finding)) == ("INT002", {"step-4/.metadata"})
+
+
+# Without a coordinator
+
+
+def test_a_replica_that_differs():
+    objects = objects_of(FIXTURES / "no_coordinator")
+    catalog = read(objects, "step-4")
+    (number,) = [n for n, t in enumerate(catalog.tensors) if (t.name, t.role) == ("norm.weight", Role.PARAMETER)]
+    piece = catalog.pieces[int(catalog.rows_of(number, 1)[0])]
+    content = bytearray(objects["step-4/__1_0.distcp"])
+    content[piece.offset + 3] ^= 1
+    objects["step-4/__1_0.distcp"] = bytes(content)
+    finding = only(objects, Level.VALUES)
+    assert finding.id == "REP001"
+    (location,) = finding.locations
+    assert (location.tensor, location.coordinate) == ("norm.weight", Coordinate.of(rank=1))
+    assert location.file == "step-4/__1_0.distcp"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["__{}.metadata", "__{}_0.distcp"])
+def test_a_rank_whose_files_are_lost(rank, kind):
+    objects = objects_of(FIXTURES / "no_coordinator")
+    del objects["step-4/" + kind.format(rank)]
+    for level in (Level.NAMES, Level.HEADERS):
+        finding = only(objects, level)
+        assert (finding.id, files(finding)) == ("INT004", {"step-4/" + kind.format(rank)})
+
+
+def test_ranks_that_describe_a_tensor_differently():
+    torch = pytest.importorskip("torch")
+
+    def widen(metadata):
+        metadata.state_dict_metadata["model.head.weight"].size = torch.Size([20, 6])
+
+    found = audited(changed(objects_of(FIXTURES / "no_coordinator"), "step-4/__1.metadata", widen), Level.HEADERS)
+    assert [finding.id for finding in found.findings] == ["MET001"]
+
+
+# Compressed
+
+
+def test_compressed_items_are_undetermined_but_their_places_are_judged():
+    objects = objects_of(FIXTURES / "zstd")
+    run = audited(objects)
+    assert not run.findings
+    assert run.steps[0].judgements["COV001"].num_holds == 69
+    reasons = {reason for _, reason in run.undetermined()}
+    assert any("compressed by a stream extension" in reason for reason in reasons)
+    assert "stream.zstd/1" in run.steps[0].failures[0]
+    objects["step-4/__0_0.distcp"] = objects["step-4/__0_0.distcp"][:-1]
+    assert only(objects).id == "INT002"
+
+
+# Ranks' parts in safetensors files
+
+
+def test_parts_of_ranks_in_safetensors():
+    objects = objects_of(FIXTURES / "hf_sharded")
+    run = audited(objects)
+    assert not run.findings
+    catalog = read(objects, "step-4")
+    assert all("inferred" in tensor.undetermined for tensor in catalog.tensors)
+    assert {tensor.name: tensor.shape for tensor in catalog.tensors}["embed.weight"] == (19, 6)
+
+
+def test_a_missing_part_in_safetensors():
+    objects = objects_of(FIXTURES / "hf_sharded")
+    name = "step-4/shard-00001-model-00001-of-00001.safetensors"
+    del objects[name]
+    finding = only(objects, Level.HEADERS)
+    assert (finding.id, files(finding)) == ("INT004", {name})
+
+
+def test_every_rank_wrote_the_same_file():
+    """HuggingFaceStorageWriter of a sharded model, without save_distributed: a real race."""
+    finding = only(objects_of(FIXTURES / "hf_rank0_raced"))
+    assert finding.id == "INT002"
+
+
+# Tensors of every kind
+
+
+def test_tensors_of_every_kind(tmp_path):
+    torch = pytest.importorskip("torch")
+    tensors = {
+        "turned": torch.arange(20.0).reshape(4, 5).T, "view": torch.arange(100)[10:20], "scalar": torch.tensor(2.5),
+        "none": torch.zeros(0, 3), "half": torch.ones(3, dtype=torch.bfloat16), "flags": torch.tensor([True, False]),
+        "small": torch.ones(4).to(torch.float8_e4m3fn), "count": torch.tensor([1, 2], dtype=torch.uint16),
+    }  # fmt: skip
+    objects = saved(tmp_path, {"model": tensors})
+    store, catalog = MemoryStore(objects), read(objects, "step-7")
+    assert {tensor.name for tensor in catalog.tensors} == set(tensors)
+    for number, tensor in enumerate(catalog.tensors):
+        wanted = tensors[tensor.name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if tensor.num_elements:
+            assert read_box(store, catalog, number, 0, whole(tensor.shape)).tobytes() == wanted, tensor.name
+    run = audited(objects)
+    assert not run.findings
+
+
+# Other writers
+
+
+def trained(torch):
+    model = {"model.embed.weight": torch.ones(3, 2), "lm_head.weight": torch.full((3, 2), 2.0)}
+    kept = {
+        name: {"exp_avg": torch.zeros(3, 2), "exp_avg_sq": torch.ones(3, 2), "step": torch.tensor(7.0)}
+        for name in model
+    }
+    return model, kept
+
+
+def roles(catalog):
+    return {(tensor.role.value, tensor.name) for tensor in catalog.tensors}
+
+
+WANTED = {
+    (role, name)
+    for role in ("parameter", "first_moment", "second_moment", "counter")
+    for name in ("model.embed.weight", "lm_head.weight")
+}
+GROUP = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize("top", [("model", "optimizer"), ("state_dict", "optimizer_0"), ("app", None), ("", "optim")])
+def test_where_model_and_optimizer_may_be(tmp_path, top):
+    torch = pytest.importorskip("torch")
+    model, kept = trained(torch)
+    optimizing = {"state": kept, "param_groups": [{**GROUP, "params": [*kept]}]}
+    if top[0] == "app":
+        state = {"app": {"model": model, "optim": optimizing}}
+    else:
+        state = {**({top[0]: model} if top[0] else model), top[1]: optimizing}
+    objects = saved(tmp_path, state)
+    if top[0] == "state_dict":
+        objects["step-7/meta.pt"] = zipped(torch, {"global_step": 7})
+    catalog = read(objects, "step-7")
+    assert roles(catalog) == WANTED
+    (group,) = catalog.groups
+    assert set(group.parameters) == set(model)
+    assert not audited(objects, Level.HEADERS).findings
+
+
+def zipped(torch, content):
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def test_torchtitan(tmp_path):
+    torch = pytest.importorskip("torch")
+    model, kept = trained(torch)
+    flat = {f"state.{name}.{key}": value for name, own in kept.items() for key, value in own.items()}
+    flat |= {f"param_groups.{name}.{key}": value for name in kept for key, value in GROUP.items()}
+    state = {
+        **model, "optimizer": flat, "train_state": {"step": torch.tensor(7, dtype=torch.int32)},
+        "lr_scheduler": {"last_epoch": 7}, "dataloader": {"dp_rank_0": b"position"},
+    }  # fmt: skip
+    catalog = read(saved(tmp_path, state), "step-7")
+    assert roles(catalog) == WANTED | {("counter", "train_state.step")}
+    (group,) = catalog.groups
+    assert set(group.parameters) == set(model)
+    assert group.hyperparameters["betas"] == (0.9, 0.99)
+    assert [s.value for s in catalog.scalars if s.name == "global_steps"] == [7.0]
+    assert not audited(objects_of(tmp_path), Level.HEADERS).findings
+
+
+def test_lightning_writes_a_file_of_its_own_last(tmp_path):
+    torch = pytest.importorskip("torch")
+    objects = saved(tmp_path, {"state_dict": {"a": torch.ones(2)}}, "epoch=0-step=9.ckpt")
+    finding = only(objects, Level.NAMES)
+    assert (finding.id, files(finding)) == ("INT004", {"epoch=0-step=9.ckpt/meta.pt"})
+    objects["epoch=0-step=9.ckpt/meta.pt"] = zipped(torch, {"global_step": 9})
+    run = audited(objects)
+    assert not run.findings
+    assert [step.state.step for step in run.steps] == [9]
+
+
+def test_accelerate_puts_two_beside_each_other(tmp_path):
+    torch = pytest.importorskip("torch")
+    model, kept = trained(torch)
+    optimizing = {"state": kept, "param_groups": [{**GROUP, "params": [*kept]}]}
+    saved(tmp_path, {"model": model}, "checkpoint-7/pytorch_model_fsdp_0")
+    objects = saved(tmp_path, {"optimizer": optimizing}, "checkpoint-7/optimizer_0")
+    catalog = read(objects, "checkpoint-7")
+    assert roles(catalog) == WANTED
+    run = audited(objects)
+    assert [step.state.step for step in run.steps] == [7]
+    assert not [finding for finding in run.findings if finding.id != "OPT010"]
+    # Opened by itself it is one run all the same.
+    inner = {name.removeprefix("checkpoint-7/"): content for name, content in objects.items()}
+    assert len(audit(MemoryStore(inner), Settings(level=Level.NAMES)).runs) == 1
+    del objects["checkpoint-7/optimizer_0/.metadata"]
+    finding = only(objects, Level.NAMES)
+    assert (finding.id, files(finding)) == ("INT004", {"checkpoint-7/optimizer_0/.metadata"})
+
+
+# Other releases of torch
+
+
+def test_indexes_of_older_releases():
+    def strip(metadata):
+        for name in ("planner_data", "storage_meta", "version"):
+            metadata.__dict__.pop(name)
+        for place in metadata.storage_data.values():
+            place.__dict__.pop("transform_descriptors", None)
+
+    newer = objects_of(PLAIN)
+    older = changed(newer, "step-4/.metadata", strip)
+    assert roles(read(older, "step-4")) == roles(read(newer, "step-4"))
+    assert not audited(older, Level.HEADERS).findings
+
+
+def test_paths_of_newer_pythons():
+    objects = objects_of(PLAIN)
+    content = objects["step-4/.metadata"]
+    old, new = b"\x8c\x07pathlib", b"\x8c\x0epathlib._local"
+    assert content.count(old) == 1
+    length = struct.unpack_from("<Q", content, 3)[0] + len(new) - len(old)
+    objects["step-4/.metadata"] = content[:3] + struct.pack("<Q", length) + content[11:].replace(old, new)
+    run = audited(objects, Level.HEADERS)
+    assert not run.findings
+    assert not any(step.opaque for step in run.steps)
+
+
+def test_megatrons_form_is_declined():
+    objects = objects_of(PLAIN / "step-4") | {"metadata.json": b"{}"}
+    verdict = ADAPTER.recognise(MemoryStore(objects), Folder.read(MemoryStore(objects), ""))
+    assert isinstance(verdict, Declined)
