@@ -67,7 +67,6 @@ class Expected:
 
     def __init__(self, index: DcpMetadata) -> None:
         self.index = index
-        self._name, self._sizes = "", dict[tuple[int, ...], tuple[int, ...]]()
 
     def tensor(self, row: int) -> Described | None:
         """The tensor of which the item is a part."""
@@ -75,12 +74,8 @@ class Expected:
 
     def sizes(self, row: int) -> tuple[int, ...] | None:
         """The shape of the chunk that the item holds; None where the index describes no such chunk."""
-        corner, tensor = self.index.corner(row), self.tensor(row)
-        if corner is None or tensor is None:
-            return None
-        if tensor.name != self._name:
-            self._name, self._sizes = tensor.name, dict(self.index.chunks_of(tensor))
-        return self._sizes.get(corner)
+        tensor, chunk = self.tensor(row), self.index.item_chunk[row]
+        return None if tensor is None or chunk < 0 else self.index.chunk(chunk, len(tensor.shape))[1]
 
 
 def data_files(index: DcpMetadata) -> dict[str, DataFile]:

@@ -68,18 +68,22 @@ class Source:
         Those without elements are left out: a rank with nothing of a tensor writes such a one. A region that is
         described but is in no row comes with the row -1.
         """
-        sizes = dict(self.index.chunks_of(tensor))
-        left = {corner for corner, extent in sizes.items() if 0 not in extent}
+        index, dims = self.index, len(tensor.shape)
+        placed: set[int] = set()
         for row in self.rows.get(tensor.name, ()):
-            corner = self.index.corner(row)
-            extent = sizes.get(corner) if corner is not None else None
-            left.discard(corner or ())
-            if corner is None or extent is None:
+            chunk = index.item_chunk[row]
+            if chunk < 0:
                 yield row, None
-            elif 0 not in extent:
+                continue
+            placed.add(chunk)
+            corner, extent = index.chunk(chunk, dims)
+            if 0 not in extent:
                 yield row, _box(corner, extent)
-        for corner in left:
-            yield -1, _box(corner, sizes[corner])
+        # Empty chunks fall together: they all begin where the tensor ends.
+        for chunk in range(*tensor.chunks) if len(placed) < tensor.chunks[1] - tensor.chunks[0] else ():
+            corner, extent = index.chunk(chunk, dims)
+            if chunk not in placed and 0 not in extent:
+                yield -1, _box(corner, extent)
 
 
 def _box(corner: tuple[int, ...], extent: tuple[int, ...]) -> Box:

@@ -71,6 +71,8 @@ class DcpMetadata:
     """… position in ``pool`` of the chunk's offsets, -1 for what is no tensor …"""
     item_dims: array[int] = field(default_factory=lambda: array("b"))
     item_file: array[int] = field(default_factory=lambda: array("i"))
+    item_chunk: array[int] = field(default_factory=lambda: array("q"))
+    """… row of the chunk columns that describes it, -1 where none does …"""
     item_offset: array[int] = field(default_factory=lambda: array("q"))
     item_length: array[int] = field(default_factory=lambda: array("q"))
     item_transform: array[int] = field(default_factory=lambda: array("b"))
@@ -84,11 +86,13 @@ class DcpMetadata:
 
     def chunks_of(self, tensor: Described) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Offsets and sizes of a tensor's chunks."""
-        dims = len(tensor.shape)
-        for row in range(*tensor.chunks):
-            at = self.chunk_at[row]
-            numbers = self.pool[at : at + 2 * dims].tolist()
-            yield tuple(numbers[:dims]), tuple(numbers[dims:])
+        return (self.chunk(row, len(tensor.shape)) for row in range(*tensor.chunks))
+
+    def chunk(self, row: int, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and sizes of the chunk in a row of the chunk columns."""
+        at = self.chunk_at[row]
+        numbers = self.pool[at : at + 2 * dims].tolist()
+        return tuple(numbers[:dims]), tuple(numbers[dims:])
 
     def corner(self, row: int) -> tuple[int, ...] | None:
         """The chunk's offsets of an item; None for what is no tensor."""
@@ -350,10 +354,28 @@ class _Machine(PickleMachine):
         found.names, found.files, found.transforms = [*self._names], [*self._files], [*self._transforms]
         if isinstance(paths, dict):
             found.paths = {key: path for key, path in paths.items() if _is_path(key, path)}
+        _match(found)
         home = _resolved(whole.state.get("storage_meta"))
         found.home = home.path if isinstance(home, _Home) else ""
         found.opaque = dict(self.opaque)
         return found
+
+
+def _match(found: DcpMetadata) -> None:
+    """Find the chunk of every item: that of its tensor which begins where the item says."""
+    found.item_chunk = array("q", [-1]) * found.num_items
+    rows: dict[int, list[int]] = {}
+    for row, name in enumerate(found.item_name):
+        rows.setdefault(name, []).append(row)
+    for name, own in rows.items():
+        tensor = found.tensors.get(found.names[name])
+        if tensor is None:
+            continue
+        chunks = {found.chunk(row, len(tensor.shape))[0]: row for row in range(*tensor.chunks)}
+        for row in own:
+            corner = found.corner(row)
+            if corner is not None:
+                found.item_chunk[row] = chunks.get(corner, -1)
 
 
 @dataclass(frozen=True, slots=True)

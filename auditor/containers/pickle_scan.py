@@ -46,7 +46,7 @@ _NUM_BYTES = {
 _COST = tuple(_NUM_BYTES.get(bytes([code]), 0) for code in range(256))
 """Bytes of what an instruction makes, in CPython 3.11 to 3.13 on 64 bits, with the header of the garbage collector.
 What is allocated with the first item of a list or a dictionary is counted where items are added."""
-_ITEM_COST = tuple({b"d": 46, b"u": 46, b"\x91": 107, b"\x90": 107}.get(bytes([code]), 16) for code in range(256))
+_ITEM_COST = tuple({b"d": 46, b"u": 46, b"\x91": 134, b"\x90": 134}.get(bytes([code]), 16) for code in range(256))
 """Bytes for each value above the mark: hash tables and lists have more places than values, twice as many while they
 grow. Two values make one item of a dictionary."""
 _OBJECT = 64

@@ -56,8 +56,10 @@ MAX_KEY_COLLISIONS = 128
 """Keys of one container with one hash."""
 _KEPT_HASHES = 1 << 61
 """Whole numbers nearer to zero have hashes of their own; the hashes of text can't be foreseen by who writes a file."""
-_CALL, _ELEMENT = 256, 100
-"""Bytes of what a builder makes, and for each element of its arguments: those of a place in a hash table."""
+_SEVERAL = 1000
+_NAME, _MADE, _HASHED, _ELEMENT = 256, 192, 134, 16
+"""Bytes of a new name and its count, of what a builder makes, of an element in a hash table that grows, and elsewhere;
+an unknown object's bytes are counted by the first pass."""
 
 
 def hashable(key: Any) -> Any:
@@ -104,7 +106,7 @@ class KeyGuard:
             yield key
 
     def _count(self, container: int, number: int) -> None:
-        self._charge(_CALL)
+        self._charge(_NAME)
         self._hashes[container, number] += 1
         if self._hashes[container, number] > MAX_KEY_COLLISIONS:
             raise LimitError(f"its pickle uses more than {MAX_KEY_COLLISIONS} keys with one hash")
@@ -203,11 +205,14 @@ class PickleStack:
         name = f"{maker.module}.{maker.name}" if isinstance(maker, Global) else "an object that is no class"
         builder = self._builders.get(name)
         if builder is not None:
-            self.charge(_CALL + text + _ELEMENT * elements)
-            self.stack.append(builder(arguments))
+            self.charge(_MADE + text + (_HASHED if elements > _SEVERAL else _ELEMENT) * elements)
+            made = builder(arguments)
+            if elements <= _SEVERAL and isinstance(made, (set, dict)):
+                self.charge(_HASHED * len(made))
+            self.stack.append(made)
             return
         if name not in self.opaque:
-            self.charge(_CALL + 4 * len(name))
+            self.charge(_NAME + 4 * len(name))
         self.opaque[name] += 1
         self.stack.append(Opaque(maker, arguments))
 

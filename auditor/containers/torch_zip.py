@@ -24,6 +24,7 @@ from auditor.containers.pickle_machine import (
     Opaque,
     PickleMachine,
 )
+from auditor.containers.torch_plain import plain_tensor
 from auditor.containers.zip_directory import Member, read_directory
 from auditor.model.dtype import DTYPES, DType
 from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
@@ -153,6 +154,9 @@ def read_torch_file(handle: Handle, budget: RecordBudget | None = None, limits: 
     except ShortReadError as error:
         raise DamagedError(f"the file ends before its own records do ({error})") from error
     tensors = _Tensors(root, members)
+    plain = tensors.plain(data)
+    if plain is not None:
+        return TorchFile(handle.entry, root, plain, {})
     allowed = replace(limits, num_memory=min(limits.num_memory, budget.room)) if budget else limits
     machine = PickleMachine(tensors.builders(), tensors.storage, allowed)
     try:
@@ -200,6 +204,19 @@ class _Tensors:
             known[f"{module}.bytearray"] = lambda arguments: _as_bytes(arguments[0]) if arguments else b""
         known["collections.OrderedDict"] = _ordered_dict
         return known
+
+    def plain(self, data: bytes) -> StoredTensor | None:
+        """The tensor, where the pickle is that of a single plain one."""
+        found = plain_tensor(data)
+        if found is None:
+            return None
+        kind = Global("torch", found.storage_class)
+        try:
+            storage = self.storage(("storage", kind, found.key, "", found.num_elements))
+            made = self.tensor((storage, found.offset, found.shape, found.strides))
+        except ValueError:
+            return None
+        return made if isinstance(made, StoredTensor) else None
 
     def storage(self, persistent_id: object) -> object:
         if not (isinstance(persistent_id, tuple) and len(persistent_id) >= 5 and persistent_id[0] == "storage"):

@@ -218,7 +218,8 @@ def optimizer_states_advance(run: RunState) -> dict[int, Judgement]:
         known = first.setdefault(number, state)
         if state.moved and known.step != state.step and known.moved:
             message = f"its optimizer state is that of optimizer step {number:g}, as in step {known.step}"
-            found = _at(state, called(state), f"{called(state)}: {message}")
+            locations = tuple(Location(state.step, file, detail=message) for file in state.optimizer_files)
+            found = replace(_at(state, called(state), f"{called(state)}: {message}"), locations=locations)
             # At the end of a run nothing tells yet whether an optimizer that is behind began anew.
             doubtful = fell and at + 1 == len(counted)
             repeated.append((state, replace(found, severity=Severity.WARNING) if doubtful else found))

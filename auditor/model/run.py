@@ -34,6 +34,8 @@ class StepState:
     commit: Commit = Commit.COMMITTED
     optimizer_step: float | None = None
     """The optimizer's own counter, as most files record it."""
+    optimizer_files: tuple[str, ...] = ()
+    """Files that record it."""
     moved: bool = True
     """Whether the optimizer has taken steps at all: a run may have been saved before its first."""
 
@@ -78,6 +80,7 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
     return StepState(
         catalog.step, catalog.path, catalog.format, not missing, missing, modified,
         optimizer_step=optimizer_step(catalog), moved=catalog.step > skipped == 0,
+        optimizer_files=tuple(sorted({scalar.file for scalar in counters_of_files(catalog)})),
     )  # fmt: skip
 
 

@@ -95,7 +95,9 @@ def _without_consequences(
                 else:
                     remaining.append(violation)
             for violation in remaining:
-                if (identifier, violation.subject) not in mild:
+                severity = violation.severity or by_id[identifier].severity
+                # What is no error must not swallow one.
+                if (identifier, violation.subject) not in mild and severity >= Severity.ERROR:
                     for key in _keys_given(violation):
                         explainers.setdefault(key, (identifier, violation.subject))
             kept[identifier][step] = remaining
