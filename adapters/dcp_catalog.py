@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from auditor.adapters.adapter import Folder, Options
+from auditor.adapters.adapter import Folder, Options, folder_name
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.dcp_data import DataFile, Flaw, open_data
 from auditor.adapters.dcp_files import LIGHTNING, TEMPORARY, Part, rank_of
@@ -95,7 +95,11 @@ class DcpReading:
 
     def _add_marker(self, part: Part) -> None:
         """Lightning's own file, which it writes after the index."""
-        of_lightning = any(key.startswith("state_dict.") for key in every_key(self.sources))
+        keys = every_key(self.sources)
+        named = folder_name(self.store, part.folder).endswith(".ckpt")
+        of_lightning = any(key.startswith("state_dict.") for key in keys) and (
+            named or any(key.startswith("optimizer_0.") for key in keys)
+        )
         if LIGHTNING not in part.folder.files:
             if of_lightning:
                 self._add_file(part.folder, Opened[None].absent(LIGHTNING), "torch-zip")

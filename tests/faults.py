@@ -37,7 +37,7 @@ def poke(run, step, name, role="parameter", place="", element=0, value=None, fli
 
 
 def rewrite(run, step, name, role, change, place=None):
-    """Put ``change(bits)`` in the place of every piece's value bits, in C order, in all replicas or in one; in place."""
+    """Put ``change(bits)`` in the place of every piece's value bits, in C order, of all replicas or of one."""
     catalog = catalog_of(run, step)
     (number,) = [n for n, t in enumerate(catalog.tensors) if (t.name, t.role.value) == (name, role)]
     carrier = np.dtype(catalog.tensors[number].dtype.carrier)

@@ -47,8 +47,8 @@ class Window:
 
     @property
     def entry(self) -> Entry:
-        """The file's entry, with the range's size."""
-        return replace(self.inner.entry, num_bytes=self.num_bytes)
+        """The file's name, the range's size."""
+        return Entry(self.inner.entry.name, False, self.num_bytes)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``."""

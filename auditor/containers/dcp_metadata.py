@@ -247,12 +247,11 @@ class _Machine(PickleMachine):
 
     def set_items(self, items: list[Any]) -> None:
         """Rows of the storage table go into the columns, whatever dictionary they are put into."""
-        keys, values = [_resolved(key) for key in items[::2]], [_resolved(value) for value in items[1::2]]
-        if keys and all(type(key) is _Index for key in keys):
-            for key, value in zip(keys, values, strict=True):
-                self._add_item(key, value)
+        if not items or type(_resolved(items[0])) is not _Index:
+            super().set_items(items)
             return
-        super().set_items([part for pair in zip(keys, values, strict=True) for part in pair])
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self._add_item(_resolved(key), _resolved(value))
 
     def _kind(self, maker: Global) -> str:
         known = self._makers.get(maker)
@@ -322,8 +321,8 @@ class _Machine(PickleMachine):
     def _whole(self, state: Mapping[Any, Any]) -> _Whole:
         return _Whole(state)
 
-    def _add_item(self, key: _Index, value: Any) -> None:
-        if type(value) is not _Stored:
+    def _add_item(self, key: Any, value: Any) -> None:
+        if type(key) is not _Index or type(value) is not _Stored:
             raise TypeError("an index that leads to no place in a file")
         found, (name, corner) = self.found, key
         found.item_name.append(_number(self._names, name))
@@ -344,7 +343,7 @@ class _Machine(PickleMachine):
         if not isinstance(described, dict):
             raise DamagedError("its state_dict_metadata is no dictionary")
         found = self.found
-        for name, value in described.items():
+        for name, value in ((name, _resolved(value)) for name, value in described.items()):
             if isinstance(name, str) and isinstance(value, _Tensor):
                 found.tensors[name] = Described(name, value.dtype, value.dtype_name, value.shape, value.chunks)
             elif isinstance(name, str) and value == _BYTES:

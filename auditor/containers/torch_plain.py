@@ -1,7 +1,7 @@
 """The pickle of a single plain tensor, as ``torch.save(tensor)`` writes it, recognised as a whole.
 
-Checkpoints of ``torch.distributed.checkpoint`` hold a million of them, which differ in a few numbers. What fits this one
-pattern from its first byte to its last can do nothing but rebuild that tensor; everything else goes to
+Checkpoints of ``torch.distributed.checkpoint`` hold a million of them, which differ in a few numbers. What fits this
+one pattern from its first byte to its last can do nothing but rebuild that tensor; everything else goes to
 :class:`~auditor.containers.pickle_machine.PickleMachine`. Source: torch ``torch/_tensor.py`` (``_reduce_ex_internal``).
 """
 

@@ -67,11 +67,22 @@ def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def loaded(path, keys=None, rank=None):
+class TestPartsInSafetensors(AdapterContract):
+    adapter = ADAPTER
+    checkpoints = (FIXTURES / "hf_sharded" / "step-4", SAME / "hf_sharded" / "step-3")
+    foreign = (FIXTURES / "hf_consolidated" / "step-4",)
+
+    def framework_arrays(self, path):
+        dcp = pytest.importorskip("torch.distributed.checkpoint")
+        whole = loaded(path, reader=dcp.HuggingFaceStorageReader(str(path)))
+        return {("parameter", key): bits(tensor) for key, tensor in whole.items()}
+
+
+def loaded(path, keys=None, rank=None, reader=None):
     """Every tensor, by torch's own loader in one process."""
     torch = pytest.importorskip("torch")
     dcp = pytest.importorskip("torch.distributed.checkpoint")
-    reader = dcp.FileSystemReader(path)
+    reader = reader or dcp.FileSystemReader(path)
     metadata = reader.read_metadata(rank=rank) if rank is not None else reader.read_metadata()
     held = {key: value for key, value in metadata.state_dict_metadata.items() if hasattr(value, "size")}
     state = {key: torch.empty(held[key].size, dtype=held[key].properties.dtype) for key in (keys or held)}

@@ -308,6 +308,44 @@ def test_a_rank_whose_files_are_lost(rank, kind):
         assert (finding.id, files(finding)) == ("INT004", {"step-4/" + kind.format(rank)})
 
 
+def four_ranks():
+    """Two tensor-parallel groups of two ranks, each with the same: what the second group would write."""
+    objects = objects_of(FIXTURES / "no_coordinator")
+    for rank in (0, 1):
+
+        def rename(metadata, rank=rank):
+            for place in metadata.storage_data.values():
+                place.relative_path = f"__{rank + 2}_0.distcp"
+
+        objects[f"step-4/__{rank + 2}_0.distcp"] = objects[f"step-4/__{rank}_0.distcp"]
+        own = objects[f"step-4/__{rank}.metadata"]
+        objects[f"step-4/__{rank + 2}.metadata"] = changed({"index": own}, "index", rename)["index"]
+    return objects
+
+
+def test_replicas_that_several_ranks_hold_together():
+    objects = four_ranks()
+    catalog = read(objects, "step-4")
+    places = {len(replicas) for replicas in catalog.replicas}
+    assert places == {2, 4}
+    run = audited(objects, Level.VALUES)
+    assert not run.findings
+    assert run.steps[0].judgements["REP001"].num_holds == len(catalog.tensors)
+    (number,) = [
+        n for n, t in enumerate(catalog.tensors) if (t.name, t.role.value) == ("blocks.0.up.bias", "parameter")
+    ]
+    assert catalog.replicas[number] == (Coordinate.of(rank=0), Coordinate.of(rank=2))
+    piece = catalog.pieces[int(catalog.rows_of(number, 1)[1])]
+    name = catalog.files[piece.file].name
+    assert name == "step-4/__3_0.distcp"
+    content = bytearray(objects[name])
+    content[piece.offset + 3] ^= 1
+    objects[name] = bytes(content)
+    finding = only(objects, Level.VALUES)
+    assert finding.id == "REP001"
+    assert {(location.tensor, location.file) for location in finding.locations} == {("blocks.0.up.bias", name)}
+
+
 def test_ranks_that_describe_a_tensor_differently():
     torch = pytest.importorskip("torch")
 
@@ -452,6 +490,8 @@ def test_lightning_writes_a_file_of_its_own_last(tmp_path):
     objects = saved(tmp_path, {"state_dict": {"a": torch.ones(2)}}, "epoch=0-step=9.ckpt")
     finding = only(objects, Level.NAMES)
     assert (finding.id, files(finding)) == ("INT004", {"epoch=0-step=9.ckpt/meta.pt"})
+    # Others call their model so, too.
+    assert not audited(saved(tmp_path / "other", {"state_dict": {"a": torch.ones(2)}}), Level.NAMES).findings
     objects["epoch=0-step=9.ckpt/meta.pt"] = zipped(torch, {"global_step": 9})
     run = audited(objects)
     assert not run.findings

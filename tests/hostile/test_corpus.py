@@ -6,7 +6,6 @@ import pytest
 
 from auditor.audit import audit
 from auditor.storage.local import LocalStore
-
 from tests.hostile.corpus import CORPUS
 from tests.hostile.harness import harness
 from tests.hostile.making import SAFETENSORS, Input, safetensors_folder
