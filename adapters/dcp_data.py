@@ -11,8 +11,8 @@ from typing import Any
 from auditor.adapters.adapter import Folder
 from auditor.adapters.step_file import Opened
 from auditor.containers.damage import DamagedError, UnsupportedError
+from auditor.containers.dcp_columns import DcpMetadata, Described
 from auditor.containers.dcp_items import Found, Item, read_items
-from auditor.containers.dcp_metadata import DcpMetadata, Described
 from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import FileState
@@ -20,6 +20,8 @@ from auditor.model.dtype import DType
 from auditor.storage.store import Handle, Store
 
 MAX_FLAWS = 4
+MAX_WRONG = 16
+"""Items of a file that are not what they should be, after which the rest of them are not opened."""
 COUNTERS = frozenset({"step"})
 """Last parts of the keys of counters: their values are metadata."""
 
@@ -34,6 +36,8 @@ class Contents:
     """Rows whose tensor does not lie in C order."""
     values: dict[int, Any] = field(default_factory=dict)
     """Rows of objects and counters to what they hold."""
+    unknown: set[int] = field(default_factory=set)
+    """Rows of tensors in a form that is not known."""
     dtypes: dict[int, DType] = field(default_factory=dict)
     """Rows of counters that are tensors."""
 
@@ -154,7 +158,7 @@ def _read(handle: Handle, index: DcpMetadata, file: DataFile, contents: Contents
     items = [Item(index.item_offset[row], index.item_length[row], weight_bytes(expected, row)) for row in file.rows]
     wrongs: list[str] = []
     unknown: list[str] = []
-    for row, found in zip(file.rows, read_items(handle, items), strict=True):
+    for row, found in zip(file.rows, read_items(handle, items), strict=False):
         name = index.names[index.item_name[row]]
         if isinstance(found, UnsupportedError):
             unknown.append(f"the item of {name}: {found}")
@@ -162,10 +166,15 @@ def _read(handle: Handle, index: DcpMetadata, file: DataFile, contents: Contents
         wrong = str(found) if isinstance(found, DamagedError) else _misfit(expected, row, found)
         if wrong:
             wrongs.append(f"the item of {name} at byte {index.item_offset[row]}: {wrong}")
+            if len(wrongs) == MAX_WRONG:
+                break
         elif isinstance(found, Found):
             _take(row, found, contents, file)
+            if isinstance(found.content, Opaque) and index.item_chunk[row] >= 0:
+                contents.unknown.add(row)
     if wrongs:
-        more = f" (and {len(wrongs) - 1} more of {len(items)})" if len(wrongs) > 1 else ""
+        or_more = " or more" if len(wrongs) == MAX_WRONG else ""
+        more = f" (and {len(wrongs) - 1}{or_more} of {len(items)} besides)" if len(wrongs) > 1 else ""
         raise DamagedError(f"{wrongs[0]}{more}")
     if unknown:
         raise UnsupportedError(unknown[0])

@@ -9,7 +9,8 @@ from functools import cached_property
 from auditor.adapters.dcp_data import Contents, DataFile, data_files
 from auditor.adapters.dcp_files import TEMPORARY, Part, is_plain_name, rank_of
 from auditor.adapters.step_file import Opened
-from auditor.containers.dcp_metadata import DcpMetadata, Described, read_dcp_metadata
+from auditor.containers.dcp_columns import DcpMetadata, Described
+from auditor.containers.dcp_metadata import read_dcp_metadata
 from auditor.model.catalog import FileState
 from auditor.model.mesh import EVERYWHERE, Coordinate
 from auditor.model.region import Box

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.dcp_names import Names
 from auditor.adapters.dcp_sources import Source, coordinate_of, every_key
-from auditor.containers.dcp_metadata import Described
+from auditor.containers.dcp_columns import Described
 from auditor.model.catalog import Problem, ProblemKind, Role
 from auditor.model.dtype import DType
 from auditor.model.mesh import Coordinate
@@ -47,7 +47,7 @@ class TensorPlacing:
         self.builder, self.names, self.sources, self.num_ranks = builder, names, sources, num_ranks
         self.lost = [source for source in sources if source.opened.lost]
         self.unknown: Counter[str] = Counter()
-        """Dtypes that are not known here."""
+        """Dtypes and forms of tensors that are not known here."""
         self.num_missing = 0
         """Chunks that an index describes and places nowhere."""
         self._places: dict[tuple[int, int], tuple[int, Coordinate]] = {}
@@ -76,6 +76,9 @@ class TensorPlacing:
     ) -> None:  # fmt: skip
         shape = described[0][1].shape
         held = [one for source, tensor in described for one in self._held(source, tensor, name, described[0][1])]
+        if any(one.row in one.source.contents.unknown for one in held):
+            self.unknown["a stored tensor in a form that is not known"] += 1
+            return
         doubt = COMPRESSED if any(one.source.compressed(one.row) for one in held) else ""
         if described[0][0].part.coordinated:
             # Those without elements count: each rank with nothing of a tensor has one, though they fall together.

@@ -3,8 +3,8 @@
     python benchmarks/dcp_metadata.py [CHUNKS …]        default: 10000 100000 1000000
 
 Writes, with torch's own classes and pickler, the ``.metadata`` of a model that 1,024 ranks cut into that many chunks,
-and data files of the right sizes that hold nothing (they are sparse): enough for level ``names``. With up to 20,000
-chunks the items are real, written by ``torch.save``, and level ``headers`` opens them all.
+and data files of the right sizes that hold nothing (they are sparse): enough for level ``names``. With up to
+100,000 chunks the items are real, written by ``torch.save``, and level ``headers`` opens them all.
 """
 
 import io
@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-RANKS, REAL = 1024, 20_000
+RANKS, REAL = 1024, 100_000
 ROLES = ("model.{}", "optimizer.state.{}.exp_avg", "optimizer.state.{}.exp_avg_sq")
 
 

@@ -14,12 +14,12 @@ is met, and nothing of them stays but numbers. Source: torch ``torch/distributed
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from auditor.containers.damage import DamagedError, LimitError
+from auditor.containers.dcp_columns import DcpMetadata, Described, match_chunks
 from auditor.containers.pickle_machine import LIMITS, Global, Limits, PickleMachine
 from auditor.containers.torch_zip import MAX_DIMS, dtype_named
 from auditor.model.dtype import DType
@@ -31,73 +31,8 @@ MAX_OPCODES = 160_000_000
 MEMORY_PER_BYTE = 24
 """What an honest one is counted to take for each of its bytes, from above: most of it never exists at one time."""
 MAX_EXTENT = 1 << 62
-_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.checkpoint.")
-"""Where the classes are, and where they were before torch 2.0."""
-
-
-@dataclass(frozen=True, slots=True)
-class Described:
-    """One tensor of the state dict."""
-
-    name: str
-    dtype: DType | None
-    """None: one that is not known here."""
-    dtype_name: str
-    shape: tuple[int, ...]
-    chunks: tuple[int, int]
-    """Half-open range of rows of the chunk columns."""
-
-
-@dataclass(slots=True)
-class DcpMetadata:
-    """What one ``.metadata`` says."""
-
-    tensors: dict[str, Described] = field(default_factory=dict)
-    objects: dict[str, None] = field(default_factory=dict)
-    """Names of what is no tensor, in order."""
-    paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Name to the path of keys in the nested state dict, where that is recorded."""
-    home: str = ""
-    """Where it was written to."""
-    opaque: Mapping[str, int] = field(default_factory=dict)
-    chunk_at: array[int] = field(default_factory=lambda: array("q"))
-    """Position in ``pool``: offsets, then sizes, of as many dims as the tensor has."""
-    names: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    transforms: list[tuple[str, ...]] = field(default_factory=lambda: [()])
-    item_name: array[int] = field(default_factory=lambda: array("i"))
-    """Columns of what is stored: position in ``names`` …"""
-    item_at: array[int] = field(default_factory=lambda: array("q"))
-    """… position in ``pool`` of the chunk's offsets, -1 for what is no tensor …"""
-    item_dims: array[int] = field(default_factory=lambda: array("b"))
-    item_file: array[int] = field(default_factory=lambda: array("i"))
-    item_chunk: array[int] = field(default_factory=lambda: array("q"))
-    """… row of the chunk columns that describes it, -1 where none does …"""
-    item_offset: array[int] = field(default_factory=lambda: array("q"))
-    item_length: array[int] = field(default_factory=lambda: array("q"))
-    item_transform: array[int] = field(default_factory=lambda: array("b"))
-    """… position in ``transforms``."""
-    pool: array[int] = field(default_factory=lambda: array("q"))
-
-    @property
-    def num_items(self) -> int:
-        """Rows of the item columns."""
-        return len(self.item_name)
-
-    def chunks_of(self, tensor: Described) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Offsets and sizes of a tensor's chunks."""
-        return (self.chunk(row, len(tensor.shape)) for row in range(*tensor.chunks))
-
-    def chunk(self, row: int, dims: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offsets and sizes of the chunk in a row of the chunk columns."""
-        at = self.chunk_at[row]
-        numbers = self.pool[at : at + 2 * dims].tolist()
-        return tuple(numbers[:dims]), tuple(numbers[dims:])
-
-    def corner(self, row: int) -> tuple[int, ...] | None:
-        """The chunk's offsets of an item; None for what is no tensor."""
-        at = self.item_at[row]
-        return None if at < 0 else tuple(self.pool[at : at + self.item_dims[row]])
+_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
+"""Where the classes are, and where some of them were before torch 2.3."""
 
 
 def read_dcp_metadata(handle: Handle) -> DcpMetadata:
@@ -220,7 +155,7 @@ class _Machine(PickleMachine):
     def call(self, maker: object, arguments: object) -> None:
         """Make what stands for an object of a known class."""
         kind = self._kind(maker) if isinstance(maker, Global) else ""
-        if not kind:
+        if not kind and not self._is_member(maker, arguments):
             super().call(maker, arguments)
         elif kind == "Size":
             # Not copied: a tuple of a tuple is the tuple itself.
@@ -229,7 +164,7 @@ class _Machine(PickleMachine):
             self.stack.append(_BYTES)
         elif kind == "path":
             self.stack.append(_joined(arguments))
-        elif kind == "inert":
+        elif kind in ("inert", ""):
             self.stack.append(None)
         else:
             self.stack.append(_Pending(kind))
@@ -252,6 +187,15 @@ class _Machine(PickleMachine):
             return
         for key, value in zip(items[::2], items[1::2], strict=True):
             self._add_item(_resolved(key), _resolved(value))
+
+    def _is_member(self, maker: object, arguments: object) -> bool:
+        """Whether a call takes a member of a known enumeration by its name: Python 3.11.0 to 3.11.3 wrote them so."""
+        if not isinstance(maker, Global) or str(maker) not in ("builtins.getattr", "__builtin__.getattr"):
+            return False
+        if not isinstance(arguments, tuple) or len(arguments) != 2:
+            return False
+        kind, name = arguments
+        return isinstance(kind, Global) and isinstance(name, str) and self._kind(kind) == "inert"
 
     def _kind(self, maker: Global) -> str:
         known = self._makers.get(maker)
@@ -353,28 +297,11 @@ class _Machine(PickleMachine):
         found.names, found.files, found.transforms = [*self._names], [*self._files], [*self._transforms]
         if isinstance(paths, dict):
             found.paths = {key: path for key, path in paths.items() if _is_path(key, path)}
-        _match(found)
+        match_chunks(found)
         home = _resolved(whole.state.get("storage_meta"))
         found.home = home.path if isinstance(home, _Home) else ""
         found.opaque = dict(self.opaque)
         return found
-
-
-def _match(found: DcpMetadata) -> None:
-    """Find the chunk of every item: that of its tensor which begins where the item says."""
-    found.item_chunk = array("q", [-1]) * found.num_items
-    rows: dict[int, list[int]] = {}
-    for row, name in enumerate(found.item_name):
-        rows.setdefault(name, []).append(row)
-    for name, own in rows.items():
-        tensor = found.tensors.get(found.names[name])
-        if tensor is None:
-            continue
-        chunks = {found.chunk(row, len(tensor.shape))[0]: row for row in range(*tensor.chunks)}
-        for row in own:
-            corner = found.corner(row)
-            if corner is not None:
-                found.item_chunk[row] = chunks.get(corner, -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,9 @@ def state_is_not_shared(evidence: StepEvidence) -> Judgement:
         reason = _exempt(tensor, whole.get(number), moved)
         if reason:
             found.not_applicable[reason] += 1
+        elif tensor.undetermined:
+            # State without a name may be one parameter's, kept twice.
+            found.unknown(tensor.undetermined, tensor.name)
         elif number not in whole:
             found.unknown(why_unread(evidence), tensor.name)
         else:

@@ -418,6 +418,16 @@ def test_tensors_of_every_kind(tmp_path):
     assert not run.findings
 
 
+def test_tensors_in_forms_that_are_not_known_are_counted_and_left_out(tmp_path):
+    torch = pytest.importorskip("torch")
+    state = {"model": {"a": torch.ones(2), "turned": torch.ones(2, dtype=torch.complex64).conj()}}
+    objects = saved(tmp_path, state)
+    catalog = read(objects, "step-7")
+    assert [tensor.name for tensor in catalog.tensors] == ["a"]
+    assert sum(catalog.opaque.values()) == 1
+    assert not audited(objects).findings
+
+
 # Other writers
 
 
@@ -531,6 +541,27 @@ def test_indexes_of_older_releases():
     older = changed(newer, "step-4/.metadata", strip)
     assert roles(read(older, "step-4")) == roles(read(newer, "step-4"))
     assert not audited(older, Level.HEADERS).findings
+
+
+def test_members_of_enumerations_by_name(monkeypatch):
+    """As Python 3.11.0 pickled them, and from where they were before torch 2.3."""
+    torch = pytest.importorskip("torch")
+    sharded = pytest.importorskip("torch.distributed._shard.sharded_tensor.metadata")
+    monkeypatch.setattr(
+        sharded.MEM_FORMAT_ENCODING, "__reduce_ex__", lambda member, protocol: (getattr, (type(member), member.name))
+    )
+
+    def older(metadata):
+        for tensor in metadata.state_dict_metadata.values():
+            if hasattr(tensor, "properties"):
+                tensor.properties = sharded.TensorProperties(dtype=torch.float32)
+
+    objects = changed(objects_of(PLAIN), "step-4/.metadata", older)
+    assert b"getattr" in objects["step-4/.metadata"]
+    assert b"MEM_FORMAT_ENCODING" in objects["step-4/.metadata"]
+    run = audited(objects, Level.HEADERS)
+    assert not run.findings
+    assert not any(step.opaque for step in run.steps)
 
 
 def test_paths_of_newer_pythons():
