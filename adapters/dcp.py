@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.dcp_catalog import DcpReading
-from auditor.adapters.dcp_files import LIGHTNING, Part, files_of, is_inner, number_in, parts_of
+from auditor.adapters.dcp_files import LIGHTNING, TRAINER_STATE, Part, files_of, is_inner, is_step, number_in, parts_of
 from auditor.adapters.dcp_objects import recorded_step
 from auditor.adapters.dcp_safetensors import ShardReading, shard_files
 from auditor.adapters.dcp_sources import open_index
+from auditor.adapters.hugging_face_files import open_json
 from auditor.adapters.step_file import StepFile
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Entry, Store
@@ -37,28 +38,35 @@ class TorchDcp:
         shards = shard_files(folder)
         if not parts and not shards:
             return Declined("it holds no .metadata and no file __<rank>_<n>.distcp")
+        if folder.alone:
+            return Declined("it is one file of several that make up a step", 0.6)
         if _MEGATRON in folder.files:
             return Declined("it is Megatron's form of a distributed checkpoint: it holds metadata.json", 0.5)
         if is_inner(store, folder):
             return Declined("it is a part of the checkpoint in the folder above it", 0.3)
-        step, reason = self._step(store, folder, parts)
+        step, reason, named = self._step(store, folder, parts)
         if not parts:
-            return Match(step, f"{len(shards)} files shard-<rank>-model-….safetensors; {reason}")
+            return Match(step, f"{len(shards)} files shard-<rank>-model-….safetensors; {reason}", named)
         num_files = sum(len(part.data) for part in parts)
         index = ", ".join(part.metadata[0] for part in parts)
-        return Match(step, f"{num_files} data files, {index} says what they hold; {reason}")
+        return Match(step, f"{num_files} data files, {index} says what they hold; {reason}", named)
 
-    def _step(self, store: Store, folder: Folder, parts: Sequence[Part]) -> tuple[int, str]:
+    def _step(self, store: Store, folder: Folder, parts: Sequence[Part]) -> tuple[int, str, int | None]:
+        """The step, where it is from, and what a folder that the Trainer named says beside what is recorded."""
+        number, of_steps = number_in(folder_name(store, folder))
+        if TRAINER_STATE in folder.files:
+            step = (open_json(store, folder, TRAINER_STATE).content or {}).get("global_step")
+            if is_step(step):
+                return step, f"{TRAINER_STATE} records global_step {step}", number
         if LIGHTNING in folder.files:
             step = StepFile.read(store, folder, LIGHTNING).tree.get("global_step")
-            if type(step) is int and 0 <= step < 1 << 53:
-                return step, f"{LIGHTNING} records global_step {step}"
-        number, of_steps = number_in(folder_name(store, folder))
+            if is_step(step):
+                return step, f"{LIGHTNING} records global_step {step}", None
         if not of_steps and (step := self._recorded(store, parts)) is not None:
-            return step, f"step {step} was saved with it"
+            return step, f"step {step} was saved with it", None
         if number is not None:
-            return number, "its step is the folder's number"
-        return 0, "nothing tells a step"
+            return number, "its step is the folder's number", None
+        return 0, "nothing tells a step", None
 
     def _recorded(self, store: Store, parts: Sequence[Part]) -> int | None:
         """A step that the training script saved with the model: read where the folder's name tells none for certain."""

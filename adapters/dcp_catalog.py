@@ -11,14 +11,16 @@ from collections.abc import Iterable, Sequence
 from auditor.adapters.adapter import Folder, Options, folder_name
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.dcp_data import DataFile, Flaw, open_data
-from auditor.adapters.dcp_files import LIGHTNING, TEMPORARY, Part, rank_of
+from auditor.adapters.dcp_files import LIGHTNING, TEMPORARY, TRAINER_STATE, Part, is_step, rank_of
 from auditor.adapters.dcp_names import Names
+from auditor.adapters.dcp_numbered import attach_numbers
 from auditor.adapters.dcp_objects import record_objects
 from auditor.adapters.dcp_sources import Source, coordinate_of, every_key, open_index
 from auditor.adapters.dcp_tensors import AXIS, TensorPlacing
+from auditor.adapters.hugging_face_files import open_json
 from auditor.adapters.step_file import Opened, StepFile
 from auditor.model.catalog import Catalog, Problem, ProblemKind, Scalar
-from auditor.model.mesh import EVERYWHERE, Mesh
+from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
 from auditor.storage.store import Store, base_name, join
 
 
@@ -39,11 +41,13 @@ class DcpReading:
             self._add_index(source)
             for file in source.files.values():
                 self._open_data(source, file)
+        self._add_trainer_state()
         for part in self.parts:
             self._add_marker(part)
             self._add_unnamed(part)
         paths = {key: path for source in self.sources for key, path in source.index.paths.items()}
         names, num_ranks = Names(every_key(self.sources), paths), 1 + max(self._ranks(), default=0)
+        attach_numbers(names, self.sources)
         placing = TensorPlacing(self.builder, names, self.sources, num_ranks)
         placing.add_all()
         self.opaque.update(placing.unknown)
@@ -72,12 +76,16 @@ class DcpReading:
 
     # Files
 
+    def _coordinate(self, name: str) -> Coordinate:
+        """The rank that wrote a file."""
+        return coordinate_of(name)
+
     def _add_file(self, folder: Folder, opened: Opened[None], container: str, file: DataFile | None = None) -> None:
         path = join(folder.path, opened.name)
         if path not in self.claimed:
             self.claimed.add(path)
             opaque = file.opaque if file else None
-            self.builder.file(opened.as_file(folder.path, container, coordinate_of(opened.name), opaque))
+            self.builder.file(opened.as_file(folder.path, container, self._coordinate(opened.name), opaque))
 
     def _add_index(self, source: Source) -> None:
         folder, index = source.part.folder.path, source.index
@@ -111,8 +119,18 @@ class DcpReading:
         marker = StepFile.read(self.store, part.folder, LIGHTNING)
         self.opaque.update(marker.content.opaque if marker.content else {})
         self.builder.file(marker.as_rank_file(part.folder.path, EVERYWHERE))
-        step = marker.tree.get("global_step")
-        if type(step) is int and 0 <= step < 1 << 53:
+        self._add_step(path, marker.tree.get("global_step"))
+
+    def _add_trainer_state(self) -> None:
+        """What the Trainer records beside the parts of a step."""
+        if TRAINER_STATE in self.folder.files:
+            opened = open_json(self.store, self.folder, TRAINER_STATE)
+            self.claimed.add(path := join(self.folder.path, TRAINER_STATE))
+            self.builder.file(opened.as_file(self.folder.path, "json"))
+            self._add_step(path, (opened.content or {}).get("global_step"))
+
+    def _add_step(self, path: str, step: object) -> None:
+        if is_step(step):
             self.builder.scalars.append(Scalar("global_steps", float(step), path))
 
     def _add_unnamed(self, part: Part) -> None:
@@ -132,4 +150,4 @@ class DcpReading:
                 self._problem(ProblemKind.LEFTOVER, path, message)
 
     def _problem(self, kind: ProblemKind, path: str, message: str) -> None:
-        self.builder.problems.append(Problem(kind, path, message, coordinate_of(base_name(path))))
+        self.builder.problems.append(Problem(kind, path, message, self._coordinate(base_name(path))))

@@ -113,7 +113,8 @@ def weight_bytes(expected: Expected, row: int) -> int:
     tensor, sizes = expected.tensor(row), expected.sizes(row)
     if tensor is None or tensor.dtype is None or sizes is None:
         return 0
-    if not tensor.shape and tensor.name.rpartition(".")[2] in COUNTERS:
+    head, _, last = tensor.name.rpartition(".")
+    if not tensor.shape and (last in COUNTERS or "param_groups." in head):
         return 0
     return tensor.dtype.num_bytes(math.prod(sizes))
 

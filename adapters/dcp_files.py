@@ -13,11 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from auditor.adapters.adapter import MAX_RANKS, Folder
 from auditor.storage.store import Entry, ObjectMissingError, Store, base_name
 
-METADATA, TEMPORARY, LIGHTNING = ".metadata", ".metadata.tmp", "meta.pt"
+METADATA, TEMPORARY = ".metadata", ".metadata.tmp"
+LIGHTNING, TRAINER_STATE = "meta.pt", "trainer_state.json"
+"""Where Lightning and the Trainer record the step."""
 DATA = re.compile(r"__(\d{1,6})_(\d{1,9})\.distcp", re.A)
 OWN_METADATA = re.compile(r"__(\d{1,6})\.metadata", re.A)
 SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors", re.A)
@@ -49,6 +52,11 @@ def number_in(name: str) -> tuple[int | None, bool]:
     return int(found["named"] or found["counted"]), any(word in name for word in ("step", "iter"))
 
 
+def is_step(value: object) -> TypeGuard[int]:
+    """Whether what is recorded as a step may be one."""
+    return type(value) is int and 0 <= value < 1 << 53
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One folder with an index of its own."""
@@ -62,11 +70,6 @@ class Part:
     def coordinated(self) -> bool:
         """Whether one index was written for all ranks."""
         return not any(OWN_METADATA.fullmatch(name) for name in self.metadata)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All files that belong to it."""
-        return (*self.metadata, *self.data)
 
 
 def part_of(folder: Folder) -> Part | None:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from auditor.adapters.optimizer_index import role_and_name
+from auditor.adapters.optimizer_index import ROLES, Attached, role_and_name
 from auditor.model.catalog import Role
 from auditor.model.dtype import DType, Kind
 
@@ -38,6 +38,8 @@ _OPTIMIZER = re.compile(
 _BARE = re.compile(r"(?:state\.(?:.+)\.(?:exp_avg|exp_avg_sq|step|momentum_buffer)|param_groups\..+)", re.A | re.S)
 _BUFFER = re.compile(r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked)", re.S)
 _WRAPPER = "module."
+MAX_ROOT, MAX_NAME = 256, 4096
+"""Characters within which the part of a key ends that leads to a model, and of a key that may have such a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,13 @@ def optimizer_key(key: str) -> OptimizerKey | None:
     name, _, entry = rest.rpartition(".")
     if not name or not entry:
         return None
-    return OptimizerKey(
-        optimizer, name if what == "param_groups" else "", "" if what == "param_groups" else name, entry
-    )
+    grouped = what == "param_groups"
+    return OptimizerKey(optimizer, name if grouped else "", "" if grouped else name, entry)
+
+
+def is_number(name: str) -> bool:
+    """Whether a part of a key is a number of a group or a parameter."""
+    return len(name) < 10 and name.isdecimal()
 
 
 class Names:
@@ -77,6 +83,8 @@ class Names:
 
     def __init__(self, keys: Iterable[str], paths: Mapping[str, Sequence[Any]]) -> None:
         self._paths = paths
+        self.attached: dict[str, Attached] = {}
+        """Optimizers whose state goes by numbers, to what these stand for."""
         known = [*keys]
         optimizers = {key: optimizer_key(key) for key in known}
         rest = [key for key, kept in optimizers.items() if kept is None]
@@ -88,15 +96,28 @@ class Names:
     def _model_roots(self, keys: Sequence[str]) -> tuple[str, ...]:
         """What comes before the names of the model's tensors, each with its dot; none where they are bare."""
         recorded = {root for key in keys if key in self._paths and (root := _root(self._paths[key]))}
-        if recorded or all(key in self._paths for key in keys):
+        if recorded:
             return tuple(sorted(recorded))
         own = [key for key in keys if not _is_other(key) and key not in STEPS]
+        if self._trained.intersection(own):
+            return ()
+        if own and all(key in self._paths for key in own):
+            return self._roots_by_optimizer(own)
         for root in (*MODELS, *(f"app.{root}" for root in MODELS)):
             inside = [key.removeprefix(f"{root}.") for key in own if key.startswith(f"{root}.")]
             # A model may have a part of this very name: then it is the optimizer that tells.
             if inside and (len(inside) == len(own) or self._trained.intersection(inside)):
                 return (f"{root}.",)
-        return ()
+        return self._roots_by_optimizer(own)
+
+    def _roots_by_optimizer(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """A model under a key of somebody's own: what comes before names that the optimizer knows."""
+        roots: dict[str, None] = {}
+        for key in keys:
+            dots = (at for at, letter in enumerate(key[:MAX_ROOT]) if letter == "." and len(key) < MAX_NAME)
+            root = next((key[: at + 1] for at in dots if key[at + 1 :] in self._trained), None)
+            roots |= {root: None} if root else {}
+        return tuple(sorted(roots))
 
     def _in_model(self, key: str) -> str | None:
         """The name within the model, None for what is not the model's."""
@@ -108,8 +129,11 @@ class Names:
     def tensor(self, key: str, dtype: DType | None, shape: Sequence[int]) -> tuple[Role, str]:
         """The role of the tensor under ``key``, and its name."""
         kept = optimizer_key(key)
+        if kept is not None and kept.group:
+            return Role.OBJECT, key
         if kept is not None:
-            return role_and_name(self._plain(kept.parameter or f"{kept.optimizer}.{kept.group}"), kept.entry)
+            known = self.parameter(kept.optimizer, kept.parameter)
+            return (ROLES.get(kept.entry, Role.MOMENT), key) if known is None else role_and_name(known, kept.entry)
         name = self._in_model(key)
         if name is not None:
             counted = dtype is not None and dtype.kind not in (Kind.FLOAT, Kind.COMPLEX)
@@ -119,9 +143,19 @@ class Names:
             return Role.EMA, self._plain(rest)
         return (Role.COUNTER if key in STEPS and not shape else Role.OBJECT), key
 
-    def parameter(self, name: str) -> str:
-        """The Catalog's name of what an optimizer calls ``name``."""
-        return self._plain(name)
+    def parameter(self, optimizer: str, name: str) -> str | None:
+        """The Catalog's name of what an optimizer calls ``name``; None where that isn't known."""
+        attached = self.attached.get(optimizer)
+        if attached is None:
+            return self._plain(name)
+        return attached.names.get(int(name)) if is_number(name) else None
+
+    def doubt(self, key: str) -> str:
+        """Why it isn't known to which parameter the tensor under ``key`` belongs; empty where it is."""
+        kept = optimizer_key(key)
+        if kept is None or kept.group or self.parameter(kept.optimizer, kept.parameter) is not None:
+            return ""
+        return self.attached[kept.optimizer].reason or "no parameter group has its number"
 
     def _plain(self, name: str) -> str:
         return name.removeprefix(_WRAPPER) if self.wrapped else name

@@ -12,7 +12,7 @@ from typing import Any
 
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.counters import MAX_VALUE
-from auditor.adapters.dcp_names import STEPS, Names, OptimizerKey, optimizer_key
+from auditor.adapters.dcp_names import STEPS, Names, OptimizerKey, is_number, optimizer_key
 from auditor.adapters.dcp_sources import Source, coordinate_of
 from auditor.adapters.optimizer_index import is_count, settings
 from auditor.containers.dcp_items import SMALL_ITEM, Found, Item, read_items
@@ -24,7 +24,7 @@ MAX_GROUPS = 1 << 16
 
 
 @dataclass(slots=True)
-class _Group:
+class Group:
     """One parameter group, or one parameter's part of it."""
 
     optimizer: str
@@ -34,19 +34,26 @@ class _Group:
 
 def record_objects(builder: CatalogBuilder, names: Names, source: Source, step: int) -> None:
     """Add the groups and counters that one index leads to."""
-    groups: dict[tuple[str, str], _Group] = {}
     for key, row in _first_rows(source):
         value = source.contents.values.get(row)
         kept = optimizer_key(key)
-        if kept is not None and kept.group and len(groups) < MAX_GROUPS:
-            own = groups.setdefault((kept.optimizer, kept.group), _Group(kept.optimizer, kept.group))
-            own.entries[kept.entry] = value
-        elif kept is not None and kept.entry == "step" and is_count(value):
+        if kept is not None and not kept.group and kept.entry == "step" and is_count(value):
             _add_step(builder, names, source, row, kept)
         elif kept is None and key in STEPS and is_count(value) and abs(value - step) != 1:
             # Loops that count from 0 save the number of the step that they have done less one.
             builder.scalars.append(_scalar("global_steps", float(value), source, row))
-    builder.groups.extend(_groups(names, source, groups))
+    builder.groups.extend(_groups(names, source, gather_groups(source)))
+
+
+def gather_groups(source: Source) -> dict[tuple[str, str], Group]:
+    """Parameter groups by optimizer and number, or by optimizer and parameter."""
+    groups: dict[tuple[str, str], Group] = {}
+    for key, row in _first_rows(source):
+        kept = optimizer_key(key)
+        if kept is not None and kept.group and len(groups) < MAX_GROUPS:
+            own = groups.setdefault((kept.optimizer, kept.group), Group(kept.optimizer, kept.group))
+            own.entries[kept.entry] = source.contents.values[row]
+    return groups
 
 
 def recorded_step(store: Store, source: Source) -> int | None:
@@ -82,25 +89,37 @@ def _scalar(name: str, value: float, source: Source, row: int, tensor: str = "")
 
 def _add_step(builder: CatalogBuilder, names: Names, source: Source, row: int, kept: OptimizerKey) -> None:
     value = float(source.contents.values[row])
-    builder.scalars.append(_scalar("optimizer_step", value, source, row, names.parameter(kept.parameter)))
+    name = names.parameter(kept.optimizer, kept.parameter) or f"{kept.optimizer}.state.{kept.parameter}.step"
+    builder.scalars.append(_scalar("optimizer_step", value, source, row, name))
 
 
-def _groups(names: Names, source: Source, found: Mapping[tuple[str, str], _Group]) -> Iterator[ParameterGroup]:
+def _members(names: Names, group: Group) -> tuple[str, ...] | None:
+    """The parameters that were handed to a group; None where not all of them are known."""
+    members = group.entries.get("params")
+    if not isinstance(members, list) or not all(type(member) in (str, int) for member in members):
+        return None
+    numbered = group.optimizer in names.attached
+    if any((type(member) is int) is not numbered for member in members):
+        return None
+    known = [names.parameter(group.optimizer, str(member)) for member in members]
+    return tuple(name for name in known if name is not None) if None not in known else None
+
+
+def _groups(names: Names, source: Source, found: Mapping[tuple[str, str], Group]) -> Iterator[ParameterGroup]:
     """Parameter groups; those of single parameters with the same settings are one."""
-    numbered = [group for group in found.values() if group.label.isdecimal()]
+    numbered = [group for group in found.values() if is_number(group.label)]
     for number, group in enumerate(sorted(numbered, key=lambda group: (group.optimizer, int(group.label)))):
-        members = group.entries.get("params")
-        known = isinstance(members, list) and all(isinstance(name, str) for name in members)
-        parameters = tuple(map(names.parameter, members)) if known and isinstance(members, list) else None
         step = group.entries.get("step")
         yield ParameterGroup(
-            number, source.path, source.coordinate, "", settings(group.entries), parameters,
+            number, source.path, source.coordinate, "", settings(group.entries), _members(names, group),
             float(step) if is_count(step) else None,
         )  # fmt: skip
     alike: dict[tuple[str, tuple[tuple[str, Hyperparameter], ...]], list[str]] = {}
     for group in found.values():
-        if not group.label.isdecimal():
+        if not is_number(group.label):
             own = tuple(sorted(settings(group.entries).items()))
-            alike.setdefault((group.optimizer, own), []).append(names.parameter(group.label))
+            alike.setdefault((group.optimizer, own), []).append(
+                names.parameter(group.optimizer, group.label) or group.label
+            )
     for number, ((_, own), members) in enumerate(alike.items(), len(numbered)):
         yield ParameterGroup(number, source.path, source.coordinate, "", dict(own), tuple(members))

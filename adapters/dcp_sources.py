@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -107,6 +107,11 @@ def open_index(store: Store, part: Part, name: str) -> Source:
     return Source(part, opened, index, data_files(index), Contents(index.item_offset[:]))
 
 
-def every_key(sources: Iterable[Source]) -> dict[str, None]:
-    """The keys of all tensors and objects, in the order of the first index that has them."""
-    return {key: None for source in sources for key in (*source.index.tensors, *source.index.objects)}
+def every_key(sources: Sequence[Source]) -> dict[str, None]:
+    """The keys of all tensors and objects, as they are in the state dict where that is recorded.
+
+    An index itself lists them by the rank that stored them.
+    """
+    known = {key: None for source in sources for key in (*source.index.tensors, *source.index.objects)}
+    recorded = {key: None for source in sources for key in source.index.paths if key in known}
+    return recorded | known

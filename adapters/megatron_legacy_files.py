@@ -232,7 +232,7 @@ def _distributed(args: Mapping[str, object]) -> bool:
 
 def _degrees(read: Mapping[str, StepFile]) -> tuple[Degrees, dict[str, str]]:
     """The sizes that most files record; counted from names only where none records any. And what contradicts them."""
-    recorded = {name: found for name, file in read.items() if (found := _recorded(file))}
+    recorded = {name: found for name, file in read.items() if (found := recorded_degrees(file))}
     odd = {
         name: f"records a mesh of {found.num_ranks} ranks"
         for name, found in recorded.items()
@@ -252,8 +252,8 @@ def _degrees(read: Mapping[str, StepFile]) -> tuple[Degrees, dict[str, str]]:
     return degrees, odd
 
 
-def _recorded(file: StepFile) -> Degrees | None:
-    """The sizes in one file's ``args``."""
+def recorded_degrees(file: StepFile) -> Degrees | None:
+    """The sizes in one file's ``args``; None where it holds none."""
     args = megatron_args(file)
     if not args:
         return None

@@ -8,7 +8,8 @@ records a ``world_size`` above 1. Each holds a model's state dict (under ``model
 
 A tensor is a replica over ``dp`` only if every file has it with one shape and dtype, and nothing says otherwise:
 records of DTensor or ShardedTensor mean that files hold parts, recorded tensor- or pipeline-parallel sizes above 1 that
-ranks differ. Then, and where names or shapes differ, it is undetermined, unless ``[placement.dp]`` states it.
+ranks differ. Then, and where names or shapes differ, it is undetermined, unless ``[placement.dp]`` states it; what one
+rank alone lacks of a model that all hold is a problem. Where no file records ``world_size``, ranks are only counted.
 Source: torch ``torch/nn/parallel/distributed.py``; the pattern is that of scripts, no library writes it.
 """
 

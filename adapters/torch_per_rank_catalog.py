@@ -21,7 +21,16 @@ from auditor.adapters.optimizer_index import (
 from auditor.adapters.optimizer_record import SavedOptimizer, record, record_loss_scale
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.ties import distinct, in_one_storage
-from auditor.adapters.torch_per_rank_files import NAME, STEPS, Series, is_buffer, parallel_setting, rank_state, recorded
+from auditor.adapters.torch_per_rank_files import (
+    NAME,
+    STEPS,
+    Series,
+    is_buffer,
+    lost_keys,
+    parallel_setting,
+    rank_state,
+    recorded,
+)
 from auditor.containers.torch_zip import RecordBudget, StoredTensor
 from auditor.model.catalog import Catalog, File, FileState, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import FLOAT32
@@ -68,7 +77,10 @@ class PerRankReading:
         )  # DDP's own prefix is no part of the model's names; a model may also have a submodule called `module`.
         replicated = self.world > 1 and not self.others
         self.replicas = tuple(Coordinate.of(dp=rank) for rank in range(self.world)) if replicated else ()
+        self.ranks_counted = not worlds and not folder.alone
         self.doubt = self._doubt()
+        self.lacking, self.lost = (None if self.doubt or self.others else lost_keys(self.states)) or (-1, ())
+        """The rank whose model plainly lacks tensors, and their keys."""
         self.builder = CatalogBuilder()
         self.called: dict[tuple[int, str], str] = {}
         """Rank and key in its file to the name of the tensor in the Catalog."""
@@ -108,7 +120,7 @@ class PerRankReading:
         for file in self.files.values():
             opaque.update(file.content.opaque if file.content else {})
         catalog = self.builder.build(step, self.folder.path, format_name, self.mesh, opaque, unclaimed)
-        return replace(catalog, unseen=self.unseen)
+        return replace(catalog, unseen=self.unseen, ranks_counted=self.ranks_counted)
 
     def _as_file(self, rank: int, file: StepFile) -> File:
         return file.as_rank_file(self.folder.path, Coordinate.of(dp=rank))
@@ -144,15 +156,20 @@ class PerRankReading:
         # An optimizer that has not taken a step keeps nothing by which orders could be told apart.
         stateful = {rank: saved for rank, saved in optimizers.items() if saved.tensors}
         for rank, saved in (stateful or optimizers).items():
-            state = self.states[rank]
+            # An optimizer numbers what the model had when it was made: what was lost since is put back.
+            state = self.states[rank if rank != self.lacking else next(n for n in self.states if n != rank)]
             shapes = {key: tensor.shape for key, tensor in state.parameters().items()}
             orders = [consecutive(shapes, saved), split_by_decay(shapes, saved)]
             orders.append(split_by_decay(shapes, saved, lambda name, shape: name.endswith("bias")))
             own = attach(shapes, saved, orders)
             if own.reason or (found and own.names != found.names):
-                return Attached({}, (), own.reason or "rank files number their optimizer's parameters differently")
+                why = own.reason or "rank files number their optimizer's parameters differently"
+                return Attached({}, (), f"{why}{self._why_lacking(rank)}")
             found = own
         return found or Attached({})
+
+    def _why_lacking(self, rank: int) -> str:
+        return f"; {self.files[rank].name} lacks {self.lost[0]}" if rank == self.lacking else ""
 
     # Tensors
 
@@ -179,7 +196,8 @@ class PerRankReading:
         if len({(tensor.shape, tensor.dtype) for tensor in held.values()}) > 1:
             return None, "rank files hold it with different shapes or dtypes"
         if len(held) < len(self.states):
-            return None, "not every rank file holds it"
+            plain = self._lost(slot) and not isinstance(stated, Shard)
+            return (Replicate(), "") if plain else (None, "not every rank file holds it")
         if isinstance(stated, Shard) and self.others:
             return None, self.others
         if isinstance(stated, Shard) and slot[0] is not Role.COUNTER:
@@ -189,12 +207,18 @@ class PerRankReading:
             )
         return (None, self.doubt) if self.doubt and stated is None else (Replicate(), "")
 
+    def _lost(self, slot: Slot) -> bool:
+        """Whether it is of the model and one rank lost it: the others' are replicas all the same."""
+        return slot[0] in (Role.PARAMETER, Role.BUFFER) and slot[1] in map(self._name, self.lost)
+
     def _add_placed(
         self, slot: Slot, expected: StoredTensor, held: Mapping[int, StoredTensor], how: Shard | Replicate, order: int
     ) -> None:  # fmt: skip
         role, name, key = slot
         placement: Placement = {"dp": how}
         replicas = self.replicas if isinstance(how, Replicate) else ()
+        if self._lost(slot):
+            replicas = tuple(place for place in replicas if place != Coordinate.of(dp=self.lacking))
         shape = global_shape(expected.shape, placement, self.mesh)
         tensor = self.builder.tensor(
             name, role, expected.dtype, shape, order, replicas=replicas, replica_axes=("dp",) if replicas else (),
@@ -282,12 +306,20 @@ class PerRankReading:
                 )
             if message := self._origin(rank, file, several=len(ranks) > 1):
                 self._problem(ProblemKind.OTHER_RANK, file.name, message, rank)
+        for key in self.lost:
+            what = "the other rank file holds" if len(self.states) == 2 else "all other rank files hold"
+            message = f"lacks {self._name(key)}, which {what}"
+            self._problem(
+                ProblemKind.RANKS_DISAGREE, self.files[self.lacking].name, message, self.lacking, self._name(key)
+            )
         for name in self.leftovers:
             self._problem(ProblemKind.LEFTOVER, name, f"is of no rank of the mesh ({self.mesh}), or there twice")
 
-    def _problem(self, kind: ProblemKind, name: str, message: str, rank: int | None = None) -> None:
+    def _problem(
+        self, kind: ProblemKind, name: str, message: str, rank: int | None = None, tensor: str = ""
+    ) -> None:  # fmt: skip
         coordinate = Coordinate() if rank is None else Coordinate.of(dp=rank)
-        self.builder.problems.append(Problem(kind, join(self.folder.path, name), message, coordinate))
+        self.builder.problems.append(Problem(kind, join(self.folder.path, name), message, coordinate, tensor))
 
     def _origin(self, rank: int, file: StepFile, *, several: bool) -> str:
         """What shows that a file is another rank's: torch keeps the stem that was saved to, scripts record the rank."""

@@ -105,6 +105,27 @@ def rank_state(file: StepFile) -> RankState:
     return state if 2 * len(state.model) > len(file.tree) or state.parts else RankState()
 
 
+def lost_keys(states: Mapping[int, RankState]) -> tuple[int, tuple[str, ...]] | None:
+    """The one rank whose model lacks tensors that all others have, and their keys; None if it isn't plain that it does.
+
+    It is, if the files hold one model: more than half of all keys are in every file with one shape, and a single rank
+    lacks the rest (stages of a pipeline and experts of their own lack each other's). Of two files, one may as well have
+    too much: there, what is lost has a sibling in the same module, which both have.
+    """
+    every = dict.fromkeys(key for state in states.values() for key in state.model)
+    shared = {key for key in every if all(key in state.model for state in states.values())}
+    equal = sum(len({state.model[key].shape for state in states.values()}) == 1 for key in shared)
+    lacking = {rank for rank, state in states.items() if any(key not in state.model for key in every)}
+    if len(states) < 2 or len(lacking) != 1 or 2 * equal <= len(every):
+        return None
+    (rank,) = lacking
+    lost = [key for key in every if key not in states[rank].model]
+    if len(states) == 2:
+        modules = {key.rpartition(".")[0] for key in shared} - {""}
+        lost = [key for key in lost if key.rpartition(".")[0] in modules]
+    return (rank, tuple(lost)) if lost else None
+
+
 def _state_dict(tree: Mapping[Any, Any], path: str) -> RankState:
     named = {key: value for key, value in tree.items() if isinstance(key, str)}
     tensors = {key: value for key, value in named.items() if isinstance(value, StoredTensor)}

@@ -221,7 +221,8 @@ class _Audit:
         modified = max((entry.modified for entry in self.files_of(source)), default=0.0)
         state = step_state(full, modified)
         if newest:
-            (state,) = decide_commits([state], pointers, self.now, self.settings.settle_seconds)
+            before = [item.state for item in report.steps[-1:]]
+            *_, state = decide_commits([*before, state], pointers, self.now, self.settings.settle_seconds)
             if state.commit is Commit.IN_PROGRESS:
                 return StepReport(state, Level.NAMES, {}, {}, mesh=full.mesh)
         report.mesh = full.mesh

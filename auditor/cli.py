@@ -70,6 +70,7 @@ ShardOf = Annotated[
 Shards = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Where --shard-of writes; alone: join what is there.")
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also list what holds and what is not applicable.")]
 Baseline = Annotated[Path | None, typer.Option(metavar="REPORT", help="Fail only on what this JSON report lacks.")]
 Format = Annotated[
     str,
@@ -83,7 +84,7 @@ def check(
     tensors: Tensors = None, fail_on: FailOn = None, strict: Strict = None, strict_buffers: StrictBuffers = None,
     settle: Settle = None, config: Config = None, threads: Threads = None, baseline: Baseline = None,
     format: Format = "text", kernels: Kernels = None, scheduler: Scheduler = None, max_bytes: MaxBytes = None,
-    shard_of: ShardOf = None, shards: Shards = None,
+    shard_of: ShardOf = None, shards: Shards = None, verbose: Verbose = False,
 ) -> None:  # fmt: skip
     """Audit checkpoints: what holds, what doesn't, since when, where, and which step to go back to."""
     from auditor.verdict import exit_code
@@ -104,7 +105,7 @@ def check(
 
         print(to_json(report))
     else:
-        _print_text(report)
+        _print_text(report, verbose)
     raise typer.Exit(int(exit_code(report)))
 
 
@@ -188,7 +189,7 @@ def list_invariants() -> None:
 
 
 @app.command()
-def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="Such as REP001.")]) -> None:
+def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="Such as REP001, or its name.")]) -> None:
     """Explain one invariant: statement, why it matters, an example, what it misses, sources."""
     from auditor.invariants.registry import find
     from auditor.report.catalogue import page
@@ -285,10 +286,10 @@ def _progress() -> Iterator[Any]:
         yield show
 
 
-def _print_text(report: Report) -> None:
+def _print_text(report: Report, verbose: bool) -> None:
     from auditor.report.text_report import text_lines
 
-    _print_lines(text_lines(report))
+    _print_lines(text_lines(report, verbose=verbose))
 
 
 def _print_lines(lines: Iterator[str]) -> None:

@@ -231,7 +231,7 @@ def waivers(configuration: Mapping[str, Any]) -> tuple[Waiver, ...]:
 def _waiver(table: Mapping[str, Any]) -> Waiver:
     unknown = sorted(table.keys() - _WAIVER_KEYS)
     identifier = str(table.get("id", ""))
-    if unknown or not table.get("reason") or find(identifier) is None:
+    if unknown or not table.get("reason") or (item := find(identifier)) is None:
         what = f"unknown key {unknown[0]}" if unknown else "it needs the id of an invariant and a reason"
         raise UsageError(f"[[waive]] {identifier}: {what}")
     low, colon, high = str(table.get("steps", "0:")).partition(":")
@@ -242,7 +242,7 @@ def _waiver(table: Mapping[str, Any]) -> Waiver:
         day = until if isinstance(until, date) or until is None else date.fromisoformat(str(until))
     except ValueError as error:
         raise UsageError(f"[[waive]] {identifier}: {error}") from error
-    return Waiver(identifier.upper(), str(table["reason"]), str(table.get("tensor", "*")), first, last, day)
+    return Waiver(item.id, str(table["reason"]), str(table.get("tensor", "*")), first, last, day)
 
 
 def read_baseline(path: Path) -> Known:

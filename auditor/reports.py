@@ -112,6 +112,14 @@ class RunReport:
         """(Invariant id, reason) to the largest number of subjects in any step."""
         return self.reasons("undetermined")
 
+    def steps_undetermined(self, identifier: str, reason: str) -> list[int]:
+        """Steps in which an invariant is undetermined for one reason."""
+        return [
+            step.state.step
+            for step in self.steps
+            if identifier in step.judgements and reason in step.judgements[identifier].undetermined
+        ]
+
     def reasons(self, outcome: Literal["undetermined", "not_applicable"]) -> dict[tuple[str, str], int]:
         """(Invariant id, reason) to the largest number of subjects in any step, for one kind of outcome."""
         found: dict[tuple[str, str], int] = {}

@@ -136,7 +136,7 @@ def test_last_good_prints_one_path():
     done = auditor("last-good", RUN)
     assert done.returncode == 0
     assert done.stdout == f"{RUN}/global_step100\n"
-    assert "steps 50 to 80, good again at 90" in done.stderr
+    assert "steps 50 to 80, healed at 90" in done.stderr
     assert "not step 120: REP001 replicas-differ" in done.stderr
     assert auditor("last-good", HEALTHY).stdout == f"{HEALTHY}/global_step120\n"
 
@@ -171,6 +171,7 @@ def test_invariants_and_explain():
         page = auditor("explain", line[:6]).stdout
         assert page.startswith(f"# {line[:6]} ")
         assert "## What it misses" in page
+    assert auditor("explain", "replicas-differ").stdout == auditor("explain", "rep001").stdout
     assert auditor("explain", "ABC999").returncode == 2
 
 

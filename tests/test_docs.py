@@ -31,6 +31,8 @@ def test_every_invariant_is_documented_and_has_a_judge():
 
 def test_selection_by_id_and_family():
     assert find("rep001").name == "replicas-differ"
+    assert find("Replicas-Differ") is find("REP001")
+    assert len({item.name for item in invariants()} | {item.id for item in invariants()}) == 2 * len(invariants())
     assert {item.family for item in select(["REP", "num001"], [])} == {"REP", "NUM"}
     assert all(item.family != "INT" for item in select([], ["INT"]))
     with pytest.raises(LookupError):

@@ -25,11 +25,14 @@ from auditor.containers.torch_zip import MAX_DIMS, dtype_named
 from auditor.model.dtype import DType
 from auditor.storage.store import Handle, ShortReadError, read_bytes
 
-MAX_BYTES = 1 << 30
+MAX_BYTES = 512 << 20
 MAX_OPCODES = 160_000_000
 """A million chunks take about 75 million."""
-MEMORY_PER_BYTE = 24
-"""What an honest one is counted to take for each of its bytes, from above: most of it never exists at one time."""
+MEMORY_PER_BYTE, MAX_MEMORY = 32, 8 << 30
+"""Up to 20 bytes are counted for each byte of an honest one, from above: of most of it, nothing stays. In truth 3 are
+taken. More than 8 GiB are refused in any case."""
+MAX_STACK = 100_000
+"""Writers put a thousand items at a time into a dictionary."""
 MAX_EXTENT = 1 << 62
 _MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
 """Where the classes are, and where some of them were before torch 2.3."""
@@ -49,12 +52,18 @@ def read_dcp_metadata(handle: Handle) -> DcpMetadata:
         data = read_bytes(handle, 0, num_bytes)
     except ShortReadError as error:
         raise DamagedError(f"it is shorter than its size ({error})") from error
-    memory = max(LIMITS.num_memory, MEMORY_PER_BYTE * num_bytes)
-    machine = _Machine(Limits(num_bytes=MAX_BYTES, num_opcodes=MAX_OPCODES, num_memory=memory))
-    content = machine.load(data)
-    if not isinstance(content, _Whole):
-        raise DamagedError("it is a pickle, but not of a checkpoint's Metadata")
-    return machine.finish(content)
+    memory = min(max(LIMITS.num_memory, MEMORY_PER_BYTE * num_bytes), MAX_MEMORY)
+    machine = _Machine(Limits(num_bytes=MAX_BYTES, num_opcodes=MAX_OPCODES, num_memory=memory, num_stack=MAX_STACK))
+    try:
+        content = machine.load(data)
+        if not isinstance(content, _Whole):
+            raise DamagedError("it is a pickle, but not of a checkpoint's Metadata")
+        del data
+        return machine.finish(content)
+    finally:
+        # It refers to itself: what it remembers of a large index would stay until the garbage collector comes.
+        machine.memo.clear()
+        machine.stack.clear()
 
 
 # Values that stand for objects of the known classes while the pickle is read

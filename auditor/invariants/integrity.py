@@ -1,34 +1,16 @@
-"""INT: files are there, whole, of this step and this rank; pointers lead somewhere; steps were finished."""
+"""INT: the files of a step are there, whole, of this step and this rank. What is of the run: ``integrity_runs``."""
 
 from __future__ import annotations
-
-import re
-from collections.abc import Iterable
-from dataclasses import replace
 
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.model.catalog import WITHHELD, Catalog, FileState, ProblemKind, Scalar
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
-from auditor.model.run import Commit, PointerState, RunState, StepEvidence, StepState, counters_of_files, optimizer_step
+from auditor.model.run import StepEvidence, counters_of_files, optimizer_step
 
 
 def base_name(path: str) -> str:
     """The last part of a path."""
     return path.rsplit("/", 1)[-1]
-
-
-def called(state: StepState) -> str:
-    """What a step's folder is called; its number, where the folder itself was opened."""
-    return base_name(state.path) or f"step {state.step}"
-
-
-def count(number: int, what: str) -> str:
-    """A number of things in words.
-
-    >>> count(1, "file"), count(2, "file")
-    ('1 file', '2 files')
-    """
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _files_in_state(catalog: Catalog, state: FileState) -> Judgement:
@@ -145,118 +127,7 @@ def checksums_hold(evidence: StepEvidence) -> Judgement:
     )
 
 
-def _at(state: StepState, subject: str, message: str) -> Violation:
-    return Violation(subject, (Location(state.step, state.path, detail=message),), message)
-
-
-def _per_step(run: RunState, violations: Iterable[tuple[StepState, Violation]]) -> dict[int, Judgement]:
-    bad: dict[int, list[Violation]] = {}
-    for state, violation in violations:
-        bad.setdefault(state.step, []).append(violation)
-    return {
-        state.step: Judgement(0 if state.step in bad else 1, tuple(bad.get(state.step, ())))
-        for state in run.steps
-        if state.commit is not Commit.IN_PROGRESS
-    }
-
-
-def _number_in(path: str, otherwise: int) -> int:
-    """The step that a folder's name tells, ``otherwise`` if it tells none."""
-    digits = re.findall(r"\d+", base_name(path))
-    return int(digits[-1]) if digits and len(digits[-1]) < 16 else otherwise
-
-
-def pointers_lead_to_whole_steps(run: RunState) -> dict[int, Judgement]:
-    """The step that a pointer names exists and is whole."""
-    by_path = {state.path: state for state in run.steps}
-    newest = max((state.step for state in run.steps), default=-1)
-    if not run.pointers:
-        reason = "no pointer file is there" if run.complete else "not all saved steps were looked at"
-        return {newest: Judgement(not_applicable={reason: 1})}
-    judged: dict[int, Judgement] = {}
-    for pointer in run.pointers:
-        target = by_path.get(pointer.target)
-        step = target.step if target else _number_in(pointer.target, newest)
-        found = Judgement(1) if target and target.whole else Judgement(violations=(_dangling(pointer, target, step),))
-        judged[step] = judged[step].merged(found) if step in judged else found
-    return judged
-
-
-def _dangling(pointer: PointerState, target: StepState | None, step: int) -> Violation:
-    file = base_name(pointer.file)
-    if not pointer.target:
-        message = f"{file} does not hold the name of a step folder"
-    elif target is None:
-        message = f"{file} names {base_name(pointer.target)}, which is not there"
-    else:
-        message = f"{file} names {base_name(pointer.target)}, which lacks {count(len(target.missing), 'file')}"
-    causes = frozenset(target.missing) if target else frozenset()
-    return Violation(file, (Location(step, pointer.file, detail=message),), message, explained_by=causes)
-
-
-def steps_were_finished(run: RunState) -> dict[int, Judgement]:
-    """The newest step was finished by its writer, or is being written right now."""
-    unfinished = []
-    for state in run.steps:
-        if state.commit is Commit.UNCOMMITTED:
-            locations = tuple(Location(state.step, file, detail="it is not there") for file in state.missing)
-            message = f"{called(state)} lacks {count(len(state.missing), 'file')} and nothing commits it"
-            unfinished.append((state, Violation("the step", locations, message)))
-    return _per_step(run, unfinished)
-
-
-def optimizer_states_advance(run: RunState) -> dict[int, Judgement]:
-    """No two saved steps hold the optimizer state of one optimizer step."""
-    counted = [(state, state.optimizer_step) for state in run.steps if state.optimizer_step is not None]
-    first: dict[float, StepState] = {}
-    repeated = []
-    for at, (state, number) in enumerate(counted):
-        fell = at > 0 and number < counted[at - 1][1]
-        if fell and at + 1 < len(counted) and 0 < counted[at + 1][1] - number <= counted[at + 1][0].step - state.step:
-            # The next save goes on from here: the optimizer began anew, and counts may come again.
-            first.clear()
-        known = first.setdefault(number, state)
-        if state.moved and known.step != state.step and known.moved:
-            message = f"its optimizer state is that of optimizer step {number:g}, as in step {known.step}"
-            locations = tuple(Location(state.step, file, detail=message) for file in state.optimizer_files)
-            found = replace(_at(state, called(state), f"{called(state)}: {message}"), locations=locations)
-            # At the end of a run nothing tells yet whether an optimizer that is behind began anew.
-            doubtful = fell and at + 1 == len(counted)
-            repeated.append((state, replace(found, severity=Severity.WARNING) if doubtful else found))
-    return _per_step(run, repeated)
-
-
-def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
-    """No two folders hold one step."""
-    seen: dict[int, StepState] = {}
-    twice = []
-    for state in run.steps:
-        first = seen.setdefault(state.step, state)
-        # Step 0 is also what a folder without any record of a step has: several exports side by side.
-        if first is not state and state.step > 0:
-            message = f"{called(first)} and {called(state)} both say that they are step {state.step}"
-            twice.append((state, _at(state, called(state), message)))
-    return _per_step(run, twice)
-
-
-def pointer_is_newest(run: RunState) -> dict[int, Judgement]:
-    """No whole step lies behind the step that the pointer names."""
-    by_path = {state.path: state for state in run.steps}
-    targets = [by_path[pointer.target].step for pointer in run.pointers if pointer.target in by_path]
-    if not targets:
-        return {}
-    behind = (
-        (
-            state,
-            _at(state, called(state), f"{called(state)} is whole, the pointer names step {max(targets)}"),
-        )
-        for state in run.steps
-        if state.whole and state.step > max(targets)
-    )
-    return _per_step(run, behind)
-
-
-_TORN = LikelyCause(
+TORN = LikelyCause(
     "the job was killed, or a disk filled up, while the checkpoint was written", "huggingface/transformers#35782"
 )
 
@@ -269,7 +140,7 @@ INVARIANTS = (
         example="layer_03-model_01-model_states.pt: it is not there",
         misses="Files of kinds that no recorded size implies; a mesh that is recorded nowhere.",
         hint="Resume from the last good step; restore the file from another copy if there is one.",
-        judge_step=rank_files_are_there, needs=Needs.NAMES, likely_causes=(_TORN,),
+        judge_step=rank_files_are_there, needs=Needs.NAMES, likely_causes=(TORN,),
     ),
     Invariant(
         "INT002", "file-damaged", Severity.ERROR,
@@ -277,29 +148,9 @@ INVARIANTS = (
         rationale="A cut file fails to load at best; some readers fill the missing tail with zeros in silence.",
         source="Lightning-AI/pytorch-lightning#21431; QwenLM/Qwen#462",
         example="mp_rank_01_model_states.pt: it begins as a zip file but has no end record: cut short",
-        misses="Changed bytes inside tensors; the checksums that a container stores are not held against them yet.",
+        misses="Changed bytes inside tensors: stored checksums tell of those (INT010, at level full).",
         hint="Restore the file from another copy, or resume from the last good step.",
-        judge_step=files_are_whole, likely_causes=(_TORN,),
-    ),
-    Invariant(
-        "INT003", "dangling-pointer", Severity.ERROR,
-        statement="The step that a pointer file names exists and is whole.",
-        rationale="Resuming follows the pointer: it fails, or starts from scratch and overwrites what is left.",
-        source="KempnerForge#102; NVIDIA/Megatron-LM tracker files",
-        example="latest names global_step300, which is not there",
-        misses="A pointer to a whole step that is the wrong one.",
-        hint="Write the last good step's name into the pointer before resuming.",
-        judge_run=pointers_lead_to_whole_steps, needs=Needs.NAMES,
-    ),
-    Invariant(
-        "INT004", "step-uncommitted", Severity.ERROR,
-        statement="The newest step was finished by its writer, unless it is younger than --settle.",
-        rationale="A torn save looks like the newest checkpoint; resuming from it fails or loads part of the state.",
-        source="huggingface/transformers#35782; NVIDIA-NeMo/Speech#7952",
-        example="global_step300 lacks 4 files and nothing commits it",
-        misses="A save in which every file is there but the last of them is not wholly flushed.",
-        hint="Remove the torn step or finish copying it; resume from the last good step.",
-        judge_run=steps_were_finished, needs=Needs.NAMES, likely_causes=(_TORN,), goes_first=True,
+        judge_step=files_are_whole, likely_causes=(TORN,),
     ),
     Invariant(
         "INT005", "step-disagrees", Severity.ERROR,
@@ -347,19 +198,6 @@ INVARIANTS = (
         judge_step=checksums_hold, needs=Needs.CHECKSUMS,
     ),
     Invariant(
-        "INT011", "optimizer-state-repeats", Severity.ERROR,
-        statement="The optimizer's own counter is another one in every saved step, unless the optimizer began anew "
-                  "and counts on from there.",
-        rationale="A step whose optimizer files are all those of an earlier save: weights and moments don't belong "
-                  "together, and every file fits every other.",
-        source="deepspeedai/DeepSpeed#5289; hiyouga/LlamaFactory#655",
-        example="global_step300: its optimizer state is that of optimizer step 200, as in step 200",
-        misses="Optimizer files of a step that was not saved, or is not among those looked at. In the newest step, "
-               "files of an earlier save than the one before are a warning: the optimizer may have begun anew.",
-        hint="Restore the optimizer files of this step, or resume from the last good step.",
-        judge_run=optimizer_states_advance, needs=Needs.HEADERS,
-    ),
-    Invariant(
         "INT012", "step-named-otherwise", Severity.NOTE,
         statement="A folder that its framework named after a step holds the step of that number.",
         rationale="Somebody renamed or copied it, or its files are of another save: people and scripts go by the name.",
@@ -368,25 +206,5 @@ INVARIANTS = (
         misses="Names that people gave; folders in which nothing records a step, or a single file alone does.",
         hint="If nobody renamed it on purpose, find out where its files are from before resuming from it.",
         judge_step=name_tells_the_step, needs=Needs.NAMES,
-    ),
-    Invariant(
-        "INT007", "step-saved-twice", Severity.ERROR,
-        statement="No two folders of a run hold the same step.",
-        rationale="It is not known which of the two was trained on, and which a loader will take.",
-        source="hiyouga/LlamaFactory#655",
-        example="global_step300 and global_step300_old both say that they are step 300",
-        misses="A step that was saved again into the same folder.",
-        hint="Move the folder that is not part of this run out of it.",
-        judge_run=steps_are_saved_once, needs=Needs.NAMES,
-    ),
-    Invariant(
-        "INT008", "pointer-behind", Severity.NOTE,
-        statement="No whole step is newer than the step that the pointer names.",
-        rationale="Somebody set the pointer back, or it was not moved; resuming will not start from the newest step.",
-        source="docs/design.md, section 5: a pointer set back by hand is legal",
-        example="global_step400 is whole, the pointer names step 300",
-        misses="Newer steps that are not whole (INT004).",
-        hint="If nobody set it back on purpose, find out why the last save did not move it.",
-        judge_run=pointer_is_newest, needs=Needs.NAMES,
     ),
 )  # fmt: skip

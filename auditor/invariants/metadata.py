@@ -65,7 +65,8 @@ def shapes_follow_the_configuration(evidence: StepEvidence) -> Judgement:
 INVARIANTS = (
     Invariant(
         "MET001", "ranks-disagree", Severity.ERROR,
-        statement="Ranks that hold parts of one tensor agree on its name, dtype and the shape of a part.",
+        statement="Ranks that hold parts or copies of one model agree on the names of its tensors, their dtypes and "
+                  "the shapes of the parts.",
         rationale="One rank ran other code or another configuration, or its file is of another run.",
         source="NVIDIA/Megatron-LM#4378",
         example="layer_03-model_01-model_states.pt holds layernorm.bias as bfloat16[32], expected is bfloat16[64]",

@@ -10,6 +10,7 @@ from auditor.invariants import (
     configuration,
     coverage,
     integrity,
+    integrity_runs,
     metadata,
     numerics,
     optimizer,
@@ -22,8 +23,8 @@ from auditor.invariants import (
 from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
-    integrity, coverage, metadata, replica, cast, optimizer, optimizer_values, optimizer_twins, numerics, tying,
-    security, configuration,
+    integrity, integrity_runs, coverage, metadata, replica, cast, optimizer, optimizer_values, optimizer_twins,
+    numerics, tying, security, configuration,
 )  # fmt: skip
 
 
@@ -35,8 +36,8 @@ def invariants() -> tuple[Invariant, ...]:
 
 
 def find(wanted: str) -> Invariant | None:
-    """The invariant with this id, in any case of letters."""
-    return next((item for item in invariants() if item.id == wanted.upper()), None)
+    """The invariant with this id or name, in any case of letters."""
+    return next((item for item in invariants() if wanted.upper() in (item.id, item.name.upper())), None)
 
 
 def select(chosen: Sequence[str], ignored: Sequence[str]) -> tuple[Invariant, ...]:

@@ -348,6 +348,8 @@ class Catalog:
     """Parameters that are said to be tied."""
     unseen: str = ""
     """Why it isn't known whether files are there that belong to these; empty where it is."""
+    ranks_counted: bool = False
+    """Whether the mesh has as many ranks as there are files of: nothing records how many there should be."""
 
     @cached_property
     def rows_by_tensor(self) -> dict[int, NDArray[np.int64]]:

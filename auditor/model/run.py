@@ -38,6 +38,10 @@ class StepState:
     """Files that record it."""
     moved: bool = True
     """Whether the optimizer has taken steps at all: a run may have been saved before its first."""
+    num_ranks: int = 1
+    """Of the mesh."""
+    ranks_counted: bool = False
+    """Whether that is the number of ranks of which files are there, and recorded nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
         catalog.step, catalog.path, catalog.format, not missing, missing, modified,
         optimizer_step=optimizer_step(catalog), moved=catalog.step > skipped == 0,
         optimizer_files=tuple(sorted({scalar.file for scalar in counters_of_files(catalog)})),
+        num_ranks=catalog.mesh.num_ranks, ranks_counted=catalog.ranks_counted,
     )  # fmt: skip
 
 
@@ -122,18 +127,26 @@ def decide_commits(
     """Which steps are committed, for formats that write no marker into the step.
 
     A step is committed when the pointer or a later committed step says so, or when all files are there that its
-    recorded mesh implies. The newest step, if not committed and younger than ``settle_seconds``, is in progress.
+    recorded mesh implies. The newest step, if not committed and younger than ``settle_seconds``, is in progress; also
+    where ranks are only counted and it has files of fewer than the step before: the others may be on their way.
     ``newest_included``: whether the last of ``steps`` is the newest that was saved; a later one commits them all.
     """
     pointed = {pointer.target for pointer in pointers}
     decided: list[StepState] = []
     later_committed = not newest_included
     for position, state in enumerate(reversed(steps)):
-        if later_committed or state.whole or state.path in pointed:
+        young = position == 0 and now - state.modified < settle_seconds
+        growing = young and state.ranks_counted and _has_fewer(state, steps[-2:])
+        if later_committed or (state.whole and not growing) or state.path in pointed:
             commit, later_committed = Commit.COMMITTED, True
-        elif position == 0 and now - state.modified < settle_seconds:
+        elif young:
             commit = Commit.IN_PROGRESS
         else:
             commit = Commit.UNCOMMITTED
         decided.append(replace(state, commit=commit))
     return tuple(reversed(decided))
+
+
+def _has_fewer(state: StepState, others: Sequence[StepState]) -> bool:
+    """Whether one of the others has files of more ranks."""
+    return any(other.num_ranks > state.num_ranks for other in others if other.format == state.format)

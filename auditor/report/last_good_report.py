@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from auditor.invariants.integrity_runs import number_in
 from auditor.reports import RunReport
 from auditor.settings import Settings
 
 MAX_REJECTED = 5
+"""Lines of one sort; how many more there are is said."""
 
 
 def last_good_lines(run: RunReport, settings: Settings) -> Iterator[str]:
@@ -15,10 +17,9 @@ def last_good_lines(run: RunReport, settings: Settings) -> Iterator[str]:
     good = run.last_good
     if good is None:
         yield f"no step is good among the {len(run.steps)} looked at"
-    for step, reason in run.rejected[:MAX_REJECTED]:
-        yield f"not step {step}: {reason}"
-    if len(run.rejected) > MAX_REJECTED:
-        yield f"and {len(run.rejected) - MAX_REJECTED} more"
+    yield from _few(f"not step {step}: {reason}" for step, reason in run.rejected)
+    yield from _few(_newer_unaudited(run))
+    yield from _few(_milder(run, settings))
     unjudged = run.unjudged()
     if good is not None and unjudged:
         yield f"not judged: {', '.join(unjudged)}"
@@ -31,6 +32,33 @@ def last_good_lines(run: RunReport, settings: Settings) -> Iterator[str]:
     for finding in run.findings:
         for interval in finding.intervals:
             if good is not None and interval.first_bad < good.step:
-                healed = f"good again at {interval.healed}" if interval.healed is not None else "not good again"
+                healed = f"healed at {interval.healed}" if interval.healed is not None else "not healed"
                 span = f"steps {interval.first_bad} to {interval.last_bad}"
                 yield f"before it: {finding.id} {finding.message}, {span}, {healed}"
+
+
+def _few(lines: Iterable[str]) -> Iterator[str]:
+    """The first of the lines, and how many more there are."""
+    known = list(lines)
+    yield from known[:MAX_REJECTED]
+    if len(known) > MAX_REJECTED:
+        yield f"and {len(known) - MAX_REJECTED} more"
+
+
+def _newer_unaudited(run: RunReport) -> Iterator[str]:
+    """What was not audited and is newer by its name than the answer, newest first; also what has no number."""
+    good = run.last_good
+    # Names count as names do: a folder may be called after an epoch, its files record steps.
+    floor = -1 if good is None else number_in(good.path, good.step)
+    numbers = {path: number_in(path, 1 << 62) for path in run.unrecognised}
+    for path in sorted(numbers, key=lambda path: (-numbers[path], path)):
+        if numbers[path] > floor:
+            yield f"not audited: {path}: {run.unrecognised[path]}"
+
+
+def _milder(run: RunReport, settings: Settings) -> Iterator[str]:
+    """Findings that show in the answer and don't keep it from being good."""
+    for finding in run.findings:
+        places = [place for place in finding.locations if run.last_good and place.step == run.last_good.step]
+        if places and not finding.accepted and finding.severity < settings.fail_on:
+            yield f"in it: {finding.id} {finding.message} ({finding.severity.name.lower()})"

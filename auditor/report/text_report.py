@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -22,12 +23,12 @@ _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "c
 _VERDICT_COLOURS = {"holds": "green", "violated": "red", "incomplete": "yellow", "undetermined": "yellow"}
 
 
-def text_lines(report: Report) -> Iterator[str]:
-    """The whole report, line by line."""
+def text_lines(report: Report, *, verbose: bool = False) -> Iterator[str]:
+    """The whole report, line by line. ``verbose``: also what holds and what is not applicable, one by one."""
     for number, run in enumerate(report.runs):
         if number:
             yield ""
-        yield from _run(run, report)
+        yield from _run(run, report, verbose)
     if report.settings.origins:
         yield f"settings: {safe(', '.join(report.settings.origins))}"
     yield f"exit code {int(exit_code(report))}"
@@ -38,7 +39,7 @@ def safe(text: object) -> str:
     return escape(visible(str(text)))
 
 
-def _run(run: RunReport, report: Report) -> Iterator[str]:
+def _run(run: RunReport, report: Report, verbose: bool) -> Iterator[str]:
     name = f"{report.location}/{run.path}".rstrip("/")
     formats = sorted({step.state.format for step in run.steps})
     steps = [step.state.step for step in run.steps]
@@ -50,7 +51,7 @@ def _run(run: RunReport, report: Report) -> Iterator[str]:
         yield from _finding(finding, run)
     yield ""
     yield from _trouble(run)
-    yield from _coverage(run)
+    yield from _coverage(run, verbose)
     word = verdict(run, report.settings)
     yield f"  [bold {_VERDICT_COLOURS[word]}]{word}[/]{_why_word(run, report)} · {_good_phrase(run, report)}"
 
@@ -212,10 +213,10 @@ def _amount(location: Location) -> str:
         return f"{role}  {location.coordinate}: {safe(location.detail)}"
     small = location.max_ulps is not None and 0 <= location.max_ulps < 1000
     ulps = f" ({location.max_ulps} ulp)" if small else ""
-    return (
-        f"{role}  {location.num_elements_differ} of {location.num_elements_compared} elements, "
-        f"max |Δ| {location.max_abs_difference:.2g}{ulps}"
-    )
+    gap = location.max_abs_difference or 0.0
+    size = f"max |Δ| {gap:.2g}{ulps}" if math.isfinite(gap) else "one side not finite"
+    first = f" at {list(location.first_index)}" if location.num_elements_differ == 1 and location.first_index else ""
+    return f"{role}  {location.num_elements_differ} of {location.num_elements_compared} elements{first}, {size}"
 
 
 def _files(locations: Sequence[Location], run: RunReport) -> Iterator[str]:
@@ -241,7 +242,46 @@ def _trouble(run: RunReport) -> Iterator[str]:
             yield f"  [yellow]changed while it was read[/] {safe(name)}"
 
 
-def _coverage(run: RunReport) -> Iterator[str]:
+def _coverage(run: RunReport, verbose: bool) -> Iterator[str]:
+    yield from _told(run) if verbose else _folded(run)
+    ignored = [item.id for item in invariants() if item not in run.chosen]
+    if ignored:
+        yield f"  ignored         {', '.join(ignored)}"
+    for level, names in run.beyond_level().items():
+        them = "it" if len(names) == 1 else "them"
+        yield f"  not asked       {', '.join(names)}: --level {level.name.lower()} judges {them}"
+    for (identifier, reason), count in sorted(run.undetermined().items()):
+        where = _in_steps(run, run.steps_undetermined(identifier, reason))
+        yield f"  undetermined    {identifier}: {count:,}{where} · {safe(reason)}"
+
+
+def _in_steps(run: RunReport, steps: Sequence[int]) -> str:
+    if len(run.steps) == 1:
+        return ""
+    if len(steps) == len(run.steps):
+        return " a step"
+    return f" in step {steps[0]}" if len(steps) == 1 else f" a step in {len(steps)} of {len(run.steps)} steps"
+
+
+def _folded(run: RunReport) -> Iterator[str]:
+    """How many invariants hold and don't apply."""
+    counts = {item.id: run.counts(item.id) for item in run.chosen}
+    holding = [of for of in counts.values() if of[Outcome.HOLDS] and not of[Outcome.VIOLATED]]
+    silent = [of for of in counts.values() if 0 < of[Outcome.NOT_APPLICABLE] == sum(of.values())]
+    if not holding and not silent:
+        return
+    words = [f"{len(holding)} invariants, {sum(of[Outcome.HOLDS] for of in holding):,} times"]
+    words += [
+        f"{name} {of[Outcome.HOLDS]:,} times and {of[Outcome.VIOLATED]:,} times not"
+        for name, of in counts.items()
+        if of[Outcome.VIOLATED]
+    ]
+    words += [f"{len(silent)} not applicable"] if silent else []
+    yield f"  holds           {' · '.join(words)} (--verbose lists them)"
+
+
+def _told(run: RunReport) -> Iterator[str]:
+    """Every invariant by itself."""
     words = []
     for item in run.chosen:
         counts = run.counts(item.id)
@@ -250,17 +290,9 @@ def _coverage(run: RunReport) -> Iterator[str]:
             words.append(f"{item.id} {counts[Outcome.HOLDS]:,}{violated}")
     if words:
         yield f"  holds           {' · '.join(words)}"
-    ignored = [item.id for item in invariants() if item not in run.chosen]
-    if ignored:
-        yield f"  ignored         {', '.join(ignored)}"
-    for level, names in run.beyond_level().items():
-        them = "it" if len(names) == 1 else "them"
-        yield f"  not asked       {', '.join(names)}: --level {level.name.lower()} judges {them}"
     inapplicable: dict[str, list[str]] = {}
     for (identifier, reason), count in sorted(run.reasons("not_applicable").items()):
         # One reason often keeps a whole family silent: one line, not one an invariant.
         inapplicable.setdefault(reason, []).append(f"{identifier} {count:,}" if count > 1 else identifier)
     for reason, names in inapplicable.items():
         yield f"  not applicable  {', '.join(names)} · {safe(reason)}"
-    for (identifier, reason), count in sorted(run.undetermined().items()):
-        yield f"  undetermined    {identifier}: {count} a step · {safe(reason)}"

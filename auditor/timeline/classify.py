@@ -67,6 +67,7 @@ def _grows(measured: Sequence[Location]) -> bool:
     for location in sorted(measured, key=lambda x: x.step):
         size = location.max_abs_difference or 0.0
         begun = first.setdefault((location.tensor, location.role, location.coordinate), size)
-        if size >= GROWS * begun > 0:
+        # A value that is not finite is as far off as can be from the beginning.
+        if math.isfinite(begun) and size >= GROWS * begun > 0:
             return True
     return False

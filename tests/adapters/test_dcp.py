@@ -10,12 +10,14 @@ from auditor.adapters.dcp import TorchDcp
 from auditor.adapters.registry import recognise
 from auditor.audit import audit
 from auditor.discovery import discover
+from auditor.errors import NothingToAuditError
 from auditor.model.catalog import Role
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.shares import Everything
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
+from auditor.storage.single import SingleFileStore
 from auditor.testing.adapter_contract import AdapterContract
 from tests.paths import HEALTHY as DEEPSPEED
 from tests.paths import ROOT
@@ -202,6 +204,21 @@ def test_names_roles_groups_and_counters():
 def test_the_step_is_the_folders_number_or_the_saved_one(folder, step):
     objects = {f"{folder}/{name}": content for name, content in objects_of(PLAIN / "step-4").items()}
     assert ADAPTER.recognise(MemoryStore(objects), Folder.read(MemoryStore(objects), folder)).step == step
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_one_file_by_itself_says_nothing(name):
+    with pytest.raises(NothingToAuditError, match=r"torch-dcp: it is one file of several"):
+        discover(SingleFileStore(LocalStore(PLAIN / "step-4"), name, name))
+
+
+def test_tensors_are_in_the_order_of_the_state_dict():
+    for variant in ("fsdp2_2", "ddp_2", "no_coordinator"):
+        catalog = read(LocalStore(FIXTURES / variant / "step-4"))
+        names = [tensor.name for tensor in catalog.tensors if tensor.role is Role.PARAMETER]
+        assert names[:4] == ["scale", "seen", "embed.weight", "blocks.0.norm.weight"]
+        assert names[-3:] == ["norm.weight", "norm.bias", "head.weight"]
+        assert [tensor.order for tensor in catalog.tensors][:18] == [*range(18)]
 
 
 def test_every_adapter_knows_its_own():

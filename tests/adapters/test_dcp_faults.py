@@ -471,6 +471,65 @@ def test_where_model_and_optimizer_may_be(tmp_path, top):
     assert not audited(objects, Level.HEADERS).findings
 
 
+def test_a_model_under_a_key_of_somebodys_own(tmp_path):
+    torch = pytest.importorskip("torch")
+    model, kept = trained(torch)
+    optimizing = {"state": kept, "param_groups": [{**GROUP, "params": [*kept]}]}
+    objects = saved(tmp_path, {"net": model, "optimizer": optimizing, "other": {"x": torch.ones(2)}})
+    assert roles(read(objects, "step-7")) == WANTED | {("object", "other.x")}
+    assert not audited(objects, Level.HEADERS).findings
+
+
+def stepped(torch, groups, model, **options):
+    optimizer = torch.optim.AdamW(groups, **options)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def test_an_optimizer_that_numbers_its_parameters(tmp_path):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 4))
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    for number, groups in enumerate((model.parameters(), [{"params": decayed}, {"params": rest, "weight_decay": 0.0}])):
+        state = {"model": model.state_dict(), "optimizer": stepped(torch, groups, model)}
+        objects = saved(tmp_path / str(number), state)
+        catalog = read(objects, "step-7")
+        named = {name for name, _ in model.named_parameters()}
+        for role in (Role.PARAMETER, Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.COUNTER):
+            assert {tensor.name for tensor in catalog.tensors if tensor.role is role} == named
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        moments = [tensor for tensor in catalog.tensors if tensor.role is Role.FIRST_MOMENT]
+        assert {tensor.name: tensor.shape for tensor in moments} == shapes
+        assert {name for group in catalog.groups for name in group.parameters} == named
+        assert not audited(objects, Level.HEADERS).findings
+
+
+def test_an_order_that_is_not_known_is_undetermined(tmp_path):
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(2, 3)
+    backwards = stepped(torch, [model.bias, model.weight], model)
+    objects = saved(tmp_path, {"model": model.state_dict(), "optimizer": backwards})
+    catalog = read(objects, "step-7")
+    moments = [tensor for tensor in catalog.tensors if tensor.role is Role.FIRST_MOMENT]
+    assert {tensor.name for tensor in moments} == {"optimizer.state.0.exp_avg", "optimizer.state.1.exp_avg"}
+    assert all("shapes" in tensor.undetermined for tensor in moments)
+    for level in (Level.NAMES, Level.FULL):
+        assert not audited(objects, level).findings
+
+
+def test_hyperparameters_that_are_tensors(tmp_path):
+    torch = pytest.importorskip("torch")
+    model, kept = trained(torch)
+    group = {**GROUP, "lr": torch.tensor(0.25), "params": [*kept]}
+    objects = saved(tmp_path, {"model": model, "optimizer": {"state": kept, "param_groups": [group]}})
+    (found,) = read(objects, "step-7").groups
+    assert found.hyperparameters["lr"] == 0.25
+    assert not audited(objects, Level.HEADERS).findings
+
+
 def zipped(torch, content):
     buffer = io.BytesIO()
     torch.save(content, buffer)
@@ -519,6 +578,9 @@ def test_accelerate_puts_two_beside_each_other(tmp_path):
     run = audited(objects)
     assert [step.state.step for step in run.steps] == [7]
     assert not [finding for finding in run.findings if finding.id != "OPT010"]
+    # The Trainer records its step beside them.
+    recorded = objects | {"checkpoint-7/trainer_state.json": b'{"global_step": 9}'}
+    assert [(f.id, f.severity.name) for f in audited(recorded, Level.HEADERS).findings] == [("INT012", "NOTE")]
     # Opened by itself it is one run all the same.
     inner = {name.removeprefix("checkpoint-7/"): content for name, content in objects.items()}
     assert len(audit(MemoryStore(inner), Settings(level=Level.NAMES)).runs) == 1

@@ -318,6 +318,103 @@ def test_a_tensor_that_some_ranks_lack_is_undetermined():
     assert not findings_of({f"s1/{name}": content for name, content in objects.items()}).findings
 
 
+# A tensor that one rank lost
+
+
+def saved_by_a_trained_model(lost, of_rank, count, *, only_rank_0=(), stateless=False):
+    """A step in which every rank saved a real model and optimizer, ``lost`` taken out of one rank's model."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(4)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 4))
+    optimizer = {} if stateless else {"optimizer": trained(torch, model.parameters(), model)}
+
+    def content(rank):
+        state = {key: tensor for key, tensor in model.state_dict().items() if rank != of_rank or key not in lost}
+        return {"model": state, "step": 1, **(optimizer | dict(only_rank_0) if rank == 0 or not only_rank_0 else {})}
+
+    return {f"step_1/{name}": content for name, content in ranks(content, count).items()}
+
+
+@pytest.mark.parametrize(("lost", "count", "of_rank"), [
+    ("2.weight", 4, 3), ("2.bias", 4, 0), ("1.running_mean", 4, 1), ("0.weight", 2, 0), ("2.bias", 2, 1),
+])  # fmt: skip
+def test_a_tensor_lost_from_one_ranks_model(lost, count, of_rank):
+    objects = saved_by_a_trained_model({lost}, of_rank, count)
+    run = findings_of(objects)
+    (finding,) = run.findings
+    (place,) = finding.locations
+    assert (finding.id, finding.severity) == ("MET001", Severity.ERROR)
+    assert (place.tensor, place.file) == (lost, f"step_1/rank_{of_rank}.pt")
+    assert place.coordinate == Coordinate.of(dp=of_rank)
+    assert f"rank_{of_rank}.pt lacks {lost}" in finding.message
+    assert run.last_good is None
+    # The others are still held against each other, and the optimizer's numbers keep their names.
+    catalog = read(MemoryStore(objects), "step_1")
+    places = [
+        catalog.replicas[number]
+        for number, tensor in enumerate(catalog.tensors)
+        if tensor.name == lost and tensor.role in (Role.PARAMETER, Role.BUFFER)
+    ]
+    assert places == [tuple(Coordinate.of(dp=rank) for rank in range(count) if rank != of_rank)]
+    assert not [tensor for tensor in catalog.tensors if tensor.undetermined]
+    assert moments_by_name(catalog) == {"0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"}
+
+
+def moments_by_name(catalog):
+    return set(by_name(catalog, Role.FIRST_MOMENT))
+
+
+def test_several_tensors_lost_from_one_rank_are_one_finding():
+    (finding,) = findings_of(saved_by_a_trained_model({"2.weight", "2.bias"}, 2, 3)).findings
+    assert [place.tensor for place in finding.locations] == ["2.weight", "2.bias"]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_every_rank_saves_of_its_model_is_silent(count):
+    run = findings_of(saved_by_a_trained_model(set(), -1, count))
+    assert not run.findings
+    assert run.last_good.step == 1
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_rank_0_saves_beside_the_model_is_silent(count):
+    torch = pytest.importorskip("torch")
+    extras = {"ema": {"0.weight": torch.ones(3, 2)}, "best": torch.ones(2)}
+    assert not findings_of(saved_by_a_trained_model(set(), -1, count, only_rank_0=extras)).findings
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("kind", ["stages", "experts", "extra on rank 0"])
+def test_ranks_that_hold_parts_of_a_model_stay_undetermined(kind, count):
+    torch = pytest.importorskip("torch")
+
+    def model(rank):
+        if kind == "stages":
+            return {f"layers.{rank}.{key}": torch.ones(2, 2) for key in ("q", "k", "v")} | {"norm": torch.ones(2)}
+        shared = {f"{key}.weight": torch.ones(2, 2) for key in "abcdefgh"}
+        if kind == "experts":
+            return shared | {f"experts.{rank}.weight": torch.ones(2)}
+        return shared | ({"ema.weight": torch.ones(2)} if rank == 0 else {})
+
+    objects = {f"step_1/{name}": c for name, c in ranks(lambda rank: {"model": model(rank)}, count).items()}
+    run = findings_of(objects)
+    assert not run.findings
+    assert "not every rank file holds it" in {reason for _, reason in run.undetermined()}
+
+
+def test_an_optimizer_that_never_had_what_its_rank_lacks_says_so():
+    torch = pytest.importorskip("torch")
+    model, fewer = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3, bias=False)
+
+    def content(rank):
+        own = fewer if rank == 2 else model
+        more = {"buffer": torch.zeros(1, dtype=torch.int64), "other": torch.zeros(2, dtype=torch.int64)}
+        return {"model": own.state_dict() | more, "optimizer": trained(torch, own.parameters(), own)}
+
+    found = moments(ranks(content, 3))
+    assert all("; rank_2.pt lacks bias" in tensor.undetermined for tensor in found.values())
+
+
 def test_recorded_tensor_parallel_sizes_make_all_undetermined():
     for settings in ({"args": Namespace(tensor_model_parallel_size=2)}, {"config": {"tp_size": 2}}):
         catalog = read(MemoryStore(ranks({"model": weights(), **settings})))

@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing of the readers of files from strangers.
 
     pip install atheris
-    python tests/fuzz/fuzz_readers.py zip|pickle|torch|safetensors [-max_total_time=600] [CORPUS]
+    python tests/fuzz/fuzz_readers.py zip|pickle|torch|safetensors|dcp [-max_total_time=600] [CORPUS]
 
 A reader may return, or raise DamagedError, LimitError or UnsupportedError; anything else is a crash. Seeds are made
 from the committed fixtures. Inputs that crashed once are kept in ``crashes/`` and replayed by
@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-READERS = ("zip", "pickle", "torch", "safetensors")
+READERS = ("zip", "pickle", "torch", "safetensors", "dcp")
 HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parent / "fixtures"
 
@@ -34,6 +34,10 @@ def read(kind: str, data: bytes) -> None:
                 read_directory(handle)
             elif kind == "torch":
                 read_torch_file(handle)
+            elif kind == "dcp":
+                from auditor.containers.dcp_metadata import read_dcp_metadata
+
+                read_dcp_metadata(handle)
             else:
                 from auditor.containers.safetensors_file import read_safetensors
 
@@ -63,6 +67,8 @@ def seeds(kind: str) -> list[bytes]:
 
     if kind == "safetensors":
         return [path.read_bytes()[:4096] for path in sorted(FIXTURES.rglob("*.safetensors"))]
+    if kind == "dcp":
+        return [path.read_bytes() for path in sorted(FIXTURES.rglob(".metadata"))]
     files = sorted(FIXTURES.rglob("*.pt"), key=lambda path: path.stat().st_size)[:12]
     if kind in ("zip", "torch"):
         return [path.read_bytes() for path in files]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from auditor.invariants.integrity import optimizer_states_advance
+from auditor.invariants.integrity_runs import optimizer_states_advance
 from auditor.invariants.optimizer import counters_can_count
 from auditor.model.catalog import Role
 from auditor.model.dtype import BFLOAT16, FLOAT16, FLOAT32, INT64

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -46,6 +47,25 @@ def test_all_steps_before_a_committed_one_are_committed():
 def test_a_pointer_commits_what_it_names_and_what_came_before():
     states = [state(1, whole=False), state(2, whole=False), state(3, whole=False, age=1.0)]
     assert commits(states, "global_step2") == [Commit.COMMITTED, Commit.COMMITTED, Commit.IN_PROGRESS]
+
+
+@pytest.mark.parametrize(("counts", "age", "pointed", "expected"), [
+    ((4, 3), 1.0, False, Commit.IN_PROGRESS),
+    ((4, 4), 1.0, False, Commit.COMMITTED),
+    ((4, 3), SETTLE * 2, False, Commit.COMMITTED),
+    ((4, 3), 1.0, True, Commit.COMMITTED),
+    ((3,), 1.0, False, Commit.COMMITTED),
+])  # fmt: skip
+def test_a_young_step_with_files_of_fewer_ranks_is_in_progress_where_they_are_only_counted(
+    counts, age, pointed, expected
+):  # fmt: skip
+    states = [state(at, whole=True, age=age) for at in range(len(counts))]
+    targets = [states[-1].path] if pointed else []
+    for counted, wanted in ((True, expected), (False, Commit.COMMITTED)):
+        given = [replace(s, num_ranks=n, ranks_counted=counted) for s, n in zip(states, counts, strict=True)]
+        assert commits(given, *targets)[-1] is wanted
+    other = [replace(s, format=str(s.step)) for s in given]
+    assert commits([replace(s, ranks_counted=True) for s in other], *targets)[-1] is Commit.COMMITTED
 
 
 def test_a_pointer_elsewhere_commits_nothing():

@@ -9,10 +9,10 @@ import zarr
 import auditor
 from auditor.adapters.adapter import Options
 from auditor.adapters.deepspeed_pipeline import DeepSpeedPipeline
+from auditor.containers.zarr_names import escape, unescape
 from auditor.discovery import discover
 from auditor.storage.local import LocalStore
 from auditor.view.assemble import SourceLostError
-from auditor.containers.zarr_names import escape, unescape
 from tests.paths import HEALTHY, RUN, TP2_PP2, TP4, load_expect
 
 STEPS = [(RUN, 50), (TP2_PP2, 6), (TP4, 6)]

@@ -1,0 +1,268 @@
+"""INT: over a run, pointers lead somewhere, steps were finished, each is there once and with all ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from auditor.invariants.integrity import TORN, base_name
+from auditor.invariants.invariant import Invariant, Needs
+from auditor.model.finding import Judgement, Location, Severity, Violation
+from auditor.model.run import Commit, PointerState, RunState, StepState
+
+SETTLED = 3
+"""As many saves in a row with files of equally many ranks show that the run was resumed on that many."""
+
+
+def called(state: StepState) -> str:
+    """What a step's folder is called; its number, where the folder itself was opened."""
+    return base_name(state.path) or f"step {state.step}"
+
+
+def count(number: int, what: str) -> str:
+    """A number of things in words.
+
+    >>> count(1, "file"), count(2, "file")
+    ('1 file', '2 files')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _at(state: StepState, subject: str, message: str) -> Violation:
+    return Violation(subject, (Location(state.step, state.path, detail=message),), message)
+
+
+def _per_step(run: RunState, violations: Iterable[tuple[StepState, Violation]]) -> dict[int, Judgement]:
+    bad: dict[int, list[Violation]] = {}
+    for state, violation in violations:
+        bad.setdefault(state.step, []).append(violation)
+    return {
+        state.step: Judgement(0 if state.step in bad else 1, tuple(bad.get(state.step, ())))
+        for state in run.steps
+        if state.commit is not Commit.IN_PROGRESS
+    }
+
+
+def number_in(path: str, otherwise: int) -> int:
+    """The step that a folder's name tells, ``otherwise`` if it tells none."""
+    digits = re.findall(r"\d+", base_name(path))
+    return int(digits[-1]) if digits and len(digits[-1]) < 16 else otherwise
+
+
+def pointers_lead_to_whole_steps(run: RunState) -> dict[int, Judgement]:
+    """The step that a pointer names exists and is whole."""
+    by_path = {state.path: state for state in run.steps}
+    newest = max((state.step for state in run.steps), default=-1)
+    if not run.pointers:
+        reason = "no pointer file is there" if run.complete else "not all saved steps were looked at"
+        return {newest: Judgement(not_applicable={reason: 1})}
+    judged: dict[int, Judgement] = {}
+    for pointer in run.pointers:
+        target = by_path.get(pointer.target)
+        step = target.step if target else number_in(pointer.target, newest)
+        found = Judgement(1) if target and target.whole else Judgement(violations=(_dangling(pointer, target, step),))
+        judged[step] = judged[step].merged(found) if step in judged else found
+    return judged
+
+
+def _dangling(pointer: PointerState, target: StepState | None, step: int) -> Violation:
+    file = base_name(pointer.file)
+    if not pointer.target:
+        message = f"{file} does not hold the name of a step folder"
+    elif target is None:
+        message = f"{file} names {base_name(pointer.target)}, which is not there"
+    else:
+        message = f"{file} names {base_name(pointer.target)}, which lacks {count(len(target.missing), 'file')}"
+    causes = frozenset(target.missing) if target else frozenset()
+    return Violation(file, (Location(step, pointer.file, detail=message),), message, explained_by=causes)
+
+
+def steps_were_finished(run: RunState) -> dict[int, Judgement]:
+    """The newest step was finished by its writer, or is being written right now."""
+    unfinished = []
+    for state in run.steps:
+        if state.commit is Commit.UNCOMMITTED:
+            locations = tuple(Location(state.step, file, detail="it is not there") for file in state.missing)
+            message = f"{called(state)} lacks {count(len(state.missing), 'file')} and nothing commits it"
+            unfinished.append((state, Violation("the step", locations, message)))
+    return _per_step(run, unfinished)
+
+
+def optimizer_states_advance(run: RunState) -> dict[int, Judgement]:
+    """No two saved steps hold the optimizer state of one optimizer step."""
+    counted = [(state, state.optimizer_step) for state in run.steps if state.optimizer_step is not None]
+    first: dict[float, StepState] = {}
+    repeated = []
+    for at, (state, number) in enumerate(counted):
+        fell = at > 0 and number < counted[at - 1][1]
+        if fell and at + 1 < len(counted) and 0 < counted[at + 1][1] - number <= counted[at + 1][0].step - state.step:
+            # The next save goes on from here: the optimizer began anew, and counts may come again.
+            first.clear()
+        known = first.setdefault(number, state)
+        if state.moved and known.step != state.step and known.moved:
+            message = f"its optimizer state is that of optimizer step {number:g}, as in step {known.step}"
+            locations = tuple(Location(state.step, file, detail=message) for file in state.optimizer_files)
+            found = replace(_at(state, called(state), f"{called(state)}: {message}"), locations=locations)
+            # At the end of a run nothing tells yet whether an optimizer that is behind began anew.
+            doubtful = fell and at + 1 == len(counted)
+            repeated.append((state, replace(found, severity=Severity.WARNING) if doubtful else found))
+    return _per_step(run, repeated)
+
+
+def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
+    """No two folders hold one step."""
+    seen: dict[int, StepState] = {}
+    twice = []
+    for state in run.steps:
+        first = seen.setdefault(state.step, state)
+        # Step 0 is also what a folder without any record of a step has: several exports side by side.
+        if first is not state and state.step > 0:
+            message = f"{called(first)} and {called(state)} both say that they are step {state.step}"
+            twice.append((state, _at(state, called(state), message)))
+    return _per_step(run, twice)
+
+
+def pointer_is_newest(run: RunState) -> dict[int, Judgement]:
+    """No whole step lies behind the step that the pointer names."""
+    by_path = {state.path: state for state in run.steps}
+    targets = [by_path[pointer.target].step for pointer in run.pointers if pointer.target in by_path]
+    if not targets:
+        return {}
+    behind = (
+        (
+            state,
+            _at(state, called(state), f"{called(state)} is whole, the pointer names step {max(targets)}"),
+        )
+        for state in run.steps
+        if state.whole and state.step > max(targets)
+    )
+    return _per_step(run, behind)
+
+
+def files_of_as_many_ranks(run: RunState) -> dict[int, Judgement]:
+    """Where ranks are only counted by their files, no step has fewer than the saves around it."""
+    fewer: dict[str, Violation] = {}
+    of_format: dict[str, list[StepState]] = {}
+    settled = [state for state in run.steps if state.commit is not Commit.IN_PROGRESS]
+    for state in settled:
+        of_format.setdefault(state.format, []).append(state)
+    for states in of_format.values():
+        for state, before, after in _with_fewer(states):
+            if state.ranks_counted:
+                fewer[state.path] = _lacking(state, before, after)
+    judged: dict[int, Judgement] = {}
+    for state in settled:
+        if not state.ranks_counted:
+            found = Judgement(not_applicable={"how many ranks there are is not left to counting files": 1})
+        elif len(of_format[state.format]) == 1:
+            found = Judgement(not_applicable={"no other save is there to tell how many ranks there are": 1})
+        else:
+            found = Judgement(violations=(fewer[state.path],)) if state.path in fewer else Judgement(1)
+        judged[state.step] = judged[state.step].merged(found) if state.step in judged else found
+    return judged
+
+
+def _with_fewer(states: Sequence[StepState]) -> list[tuple[StepState, StepState, StepState | None]]:
+    """Saves of fewer ranks than the usual one before them, with that one and the first later one of more again, if any.
+
+    Left out are those that are followed by none of more because the run went on with fewer.
+    """
+    found: list[tuple[StepState, StepState, StepState | None]] = []
+    usual, since = states[0], list[StepState]()
+    for state in states[1:]:
+        since.append(state)
+        last = {item.num_ranks for item in since[-SETTLED:]}
+        if state.num_ranks >= usual.num_ranks or (len(since) >= SETTLED and len(last) == 1):
+            found += [item for item in _of_stretch(usual, since) if item[2] is not None]
+            usual, since = state, []
+    return found + _of_stretch(usual, since)
+
+
+def _of_stretch(
+    usual: StepState, since: Sequence[StepState]
+) -> list[tuple[StepState, StepState, StepState | None]]:  # fmt: skip
+    return [
+        (state, usual, next((later for later in since[at:] if later.num_ranks > state.num_ranks), None))
+        for at, state in enumerate(since)
+        if state.num_ranks < usual.num_ranks
+    ]
+
+
+def _lacking(state: StepState, before: StepState, after: StepState | None) -> Violation:
+    message = f"{called(state)} has files of {count(state.num_ranks, 'rank')}, {called(before)} of {before.num_ranks}"
+    if after is None:
+        message += ", and no later save tells why"
+        return replace(_at(state, called(state), message), severity=Severity.WARNING)
+    return _at(state, called(state), f"{message}, {called(after)} of {after.num_ranks} again")
+
+
+INVARIANTS = (
+    Invariant(
+        "INT003", "dangling-pointer", Severity.ERROR,
+        statement="The step that a pointer file names exists and is whole.",
+        rationale="Resuming follows the pointer: it fails, or starts from scratch and overwrites what is left.",
+        source="KempnerForge#102; NVIDIA/Megatron-LM tracker files",
+        example="latest names global_step300, which is not there",
+        misses="A pointer to a whole step that is the wrong one.",
+        hint="Write the last good step's name into the pointer before resuming.",
+        judge_run=pointers_lead_to_whole_steps, needs=Needs.NAMES,
+    ),
+    Invariant(
+        "INT004", "step-uncommitted", Severity.ERROR,
+        statement="The newest step was finished by its writer, unless it is younger than --settle.",
+        rationale="A torn save looks like the newest checkpoint; resuming from it fails or loads part of the state.",
+        source="huggingface/transformers#35782; NVIDIA-NeMo/Speech#7952",
+        example="global_step300 lacks 4 files and nothing commits it",
+        misses="A save in which every file is there but the last of them is not wholly flushed.",
+        hint="Remove the torn step or finish copying it; resume from the last good step.",
+        judge_run=steps_were_finished, needs=Needs.NAMES, likely_causes=(TORN,), goes_first=True,
+    ),
+    Invariant(
+        "INT011", "optimizer-state-repeats", Severity.ERROR,
+        statement="The optimizer's own counter is another one in every saved step, unless the optimizer began anew "
+                  "and counts on from there.",
+        rationale="A step whose optimizer files are all those of an earlier save: weights and moments don't belong "
+                  "together, and every file fits every other.",
+        source="deepspeedai/DeepSpeed#5289; hiyouga/LlamaFactory#655",
+        example="global_step300: its optimizer state is that of optimizer step 200, as in step 200",
+        misses="Optimizer files of a step that was not saved, or is not among those looked at. In the newest step, "
+               "files of an earlier save than the one before are a warning: the optimizer may have begun anew.",
+        hint="Restore the optimizer files of this step, or resume from the last good step.",
+        judge_run=optimizer_states_advance, needs=Needs.HEADERS,
+    ),
+    Invariant(
+        "INT007", "step-saved-twice", Severity.ERROR,
+        statement="No two folders of a run hold the same step.",
+        rationale="It is not known which of the two was trained on, and which a loader will take.",
+        source="hiyouga/LlamaFactory#655",
+        example="global_step300 and global_step300_old both say that they are step 300",
+        misses="A step that was saved again into the same folder.",
+        hint="Move the folder that is not part of this run out of it.",
+        judge_run=steps_are_saved_once, needs=Needs.NAMES,
+    ),
+    Invariant(
+        "INT008", "pointer-behind", Severity.NOTE,
+        statement="No whole step is newer than the step that the pointer names.",
+        rationale="Somebody set the pointer back, or it was not moved; resuming will not start from the newest step.",
+        source="docs/design.md, section 5: a pointer set back by hand is legal",
+        example="global_step400 is whole, the pointer names step 300",
+        misses="Newer steps that are not whole (INT004).",
+        hint="If nobody set it back on purpose, find out why the last save did not move it.",
+        judge_run=pointer_is_newest, needs=Needs.NAMES,
+    ),
+    Invariant(
+        "INT013", "fewer-ranks-than-around", Severity.ERROR,
+        statement="Where nothing records how many ranks there are, a step has files of no fewer than the saves before "
+                  "and after it. Without a later save of more it is a warning, and none once three saves in a row have "
+                  "equally few: the run was then resumed on fewer ranks.",
+        rationale="The last ranks' files are lost and nothing else shows it: the step looks like one of a smaller run.",
+        source="torch.save of one file a rank, as training scripts write it: the files carry no world size unless the "
+               "script records it",
+        example="step_12 has files of 3 ranks, step_10 of 4, step_14 of 4 again",
+        misses="Files that the first save lacks, or three saves in a row or more; any, if one save alone is looked at. "
+               "Record `world_size` in every file: INT001 then speaks for each step by itself.",
+        hint="Restore the lost files from another copy, or resume from a step that has as many as the others.",
+        judge_run=files_of_as_many_ranks, needs=Needs.NAMES,
+    ),
+)  # fmt: skip
