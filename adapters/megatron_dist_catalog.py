@@ -122,5 +122,3 @@ def lost_objects(names: Mapping[str, None]) -> Iterator[str]:
         wanted = math.prod(map(int, counts.split(".")))
         if number < wanted:
             yield f"lists {number} of the {wanted} parts of the object {name[:200]!r}"
-
-

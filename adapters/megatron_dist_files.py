@@ -37,12 +37,21 @@ def holds_step(folder: Folder) -> bool:
 
 def inner(store: Store, folder: Folder) -> Folder | None:
     """The folder of a step in which the files lie: itself, or NeMo's ``weights`` in it."""
-    if holds_step(folder) or (CONFIG in folder.files and not folder.folders):
+    if holds_step(folder) or (CONFIG in folder.files and not folder.folders) or _only_begun(folder):
         return folder
     if _WEIGHTS in folder.folders and _CONTEXT in folder.folders:
         below = Folder.read(store, folder.folders[_WEIGHTS].name)
         return below if holds_step(below) else None
     return None
+
+
+def _only_begun(folder: Folder) -> bool:
+    """Whether a save got no further than its first file."""
+    return (
+        {*folder.files} == {COMMON}
+        and not folder.folders
+        and _STEP_FOLDER.fullmatch(base_name(folder.path)) is not None
+    )
 
 
 def is_weights_of_nemo(store: Store, folder: Folder) -> bool:

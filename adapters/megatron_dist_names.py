@@ -28,7 +28,9 @@ from auditor.model.catalog import Role
 _STATE = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.(?P<entry>\w{1,64})\.(?P<key>.+)", re.A | re.S)
 _BUCKET = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.distributed\..+\.(?P<entry>\w{1,64})", re.A | re.S)
 _STACKED = re.compile(r"(?P<head>(?:[^.]+\.){0,16}?layers\.)(?!\d)(?P<tail>.+)", re.A | re.S)
-_EXPERTS = re.compile(r"(?P<head>(?:[^.]+\.){0,32}?experts\.)(?:experts\.)?(?P<number>\d{1,6}\.)?(?P<tail>.+)", re.A | re.S)
+_EXPERTS = re.compile(
+    r"(?P<head>(?:[^.]+\.){0,32}?experts\.)(?:experts\.)?(?P<number>\d{1,6}\.)?(?P<tail>.+)", re.A | re.S
+)
 _HALF = re.compile(r"(?P<whole>.*linear_fc1\.(?:weight|bias))_(?P<half>[wv])", re.S)
 _MASTERS = ("fp32_param", "param")
 _UNFUSED = {

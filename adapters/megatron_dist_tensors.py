@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from auditor.adapters.adapter import MAX_RANKS
@@ -22,13 +22,13 @@ from auditor.containers.dcp_columns import Described
 from auditor.model.catalog import Problem, ProblemKind, Role, c_strides
 from auditor.model.dtype import DType
 from auditor.model.mesh import Coordinate, Placement, Replicate, Shard
-from auditor.model.region import Box
+from auditor.model.region import Box, FlatRange
 from auditor.storage.store import base_name
 
 RANK = "rank"
 _TIED = "embedding.word_embeddings.weight"
 _BUCKET = "it is a buffer of the distributed optimizer; which parameters lie where in it is not recorded"
-_FLAT = "it is stored in another shape than its parameter: as flat ranges of each rank's part"
+_OTHER_SHAPE = "it is stored in another shape than its parameter"
 _PARAMETER_ALIGNMENT = 64
 """Elements at which parameters begin in such a buffer; between them lies what was never written."""
 
@@ -66,10 +66,14 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One stored part of an array."""
+    """One stored part of an array, or of a stored part what is one box of the array."""
 
     row: int
     region: Box
+    cell: Box
+    """What one rank has of the array: more than the region where data-parallel ranks have flat ranges of it."""
+    skipped: int = 0
+    """Elements before it in the stored part."""
 
 
 class DistPlacing:
@@ -98,43 +102,55 @@ class DistPlacing:
                 self.unknown[f"torch dtype {tensor.dtype_name}"] += 1
                 continue
             held = [*self._held(tensor)]
-            doubt = COMPRESSED if any(self.source.compressed(one.row) for one in held) else self._doubt(tensor, what)
-            how = cut(what.parameter, self.keys, fused=self.ranks.fused)
-            leading = tensor.shape[: how.num_leading]
             if what.bucket:
                 self._add_bucket(key, what, tensor.dtype, held)
-            elif doubt or len(leading) < how.num_leading or math.prod(leading) > min(MAX_RANKS, 64 * (1 + len(held))):
-                self._add_whole(key, what, tensor, tensor.dtype, held, doubt or "it numbers more layers than are there")
             else:
-                self._add_cut(key, what, how, tensor, tensor.dtype, held)
+                self._add(key, what, tensor, tensor.dtype, held)
 
     def _held(self, tensor: Described) -> Iterator[_Held]:
         for row, region in self.source.placed(tensor):
             if region is None:
                 message = f"places a part of {tensor.name} that it does not describe"
-                self.builder.problems.append(Problem(ProblemKind.METADATA, self.source.path, message, tensor=tensor.name))
+                self.builder.problems.append(
+                    Problem(ProblemKind.METADATA, self.source.path, message, tensor=tensor.name)
+                )
             elif row < 0:
                 self.num_missing += 1
             else:
-                yield _Held(row, region)
-
-    def _doubt(self, tensor: Described, what: Key) -> str:
-        """Why it isn't known which part of its parameter an optimizer's state is."""
-        owner = self.parameters.get(what.parameter)
-        return _FLAT if owner is not None and self.known[owner].shape != tensor.shape else ""
+                yield _Held(row, region, region)
 
     # Tensors
 
-    def _add_cut(self, key: str, what: Key, how: Cut, tensor: Described, dtype: DType, held: list[_Held]) -> None:
+    def _add(self, key: str, what: Key, tensor: Described, dtype: DType, held: list[_Held]) -> None:
+        owner = self.known[self.parameters.get(what.parameter, key)]
+        doubt = COMPRESSED if any(self.source.compressed(one.row) for one in held) else ""
+        shape, parts = tensor.shape, held
+        if owner.shape != shape:
+            plain = not any(one.row in self.source.contents.strides for one in held)
+            found = [*unflattened(held, shape, owner.shape)] if plain else []
+            shape, parts = (owner.shape, found) if found else (shape, held)
+            doubt = doubt or ("" if found else _OTHER_SHAPE)
+        how = cut(what.parameter, self.keys, fused=self.ranks.fused)
+        leading = shape[: how.num_leading]
+        if not doubt and (len(leading) < how.num_leading or math.prod(leading) > min(MAX_RANKS, 64 * (1 + len(held)))):
+            doubt = "it has more layers than parts are stored"
+        if doubt:
+            self._add_whole(key, what, tensor, dtype, held, doubt)
+        else:
+            self._add_cut(key, what, how, shape, dtype, parts)
+
+    def _add_cut(
+        self, key: str, what: Key, how: Cut, stacked: tuple[int, ...], dtype: DType, held: list[_Held]
+    ) -> None:  # fmt: skip
         """One tensor for each combination of layer and expert; layers without a part have a gap."""
         lead = how.num_leading
-        shape = tensor.shape[lead:]
+        shape = stacked[lead:]
         whole_shape = shape if how.half is None else (2 * shape[0], *shape[1:])
         shift = (0 if not how.half else shape[0], *(0 for _ in shape[1:])) if shape else ()
-        parts = frozenset(Box(one.region.start[lead:], one.region.stop[lead:]) for one in held)
+        parts = frozenset(Box(one.cell.start[lead:], one.cell.stop[lead:]) for one in held)
         placement = self.ranks.placement(parts, shape) if how.half is None else {}
         numbers: dict[tuple[int, ...], int] = {}
-        for number in each((0,) * lead, tensor.shape[:lead]):
+        for number in each((0,) * lead, stacked[:lead]):
             name = how.tensor(number)
             order = self._orders.setdefault(name, order_of(name, len(self._orders)))
             numbers[number] = self.builder.tensor(
@@ -147,7 +163,7 @@ class DistPlacing:
             strides = self.source.contents.strides.get(one.row) or c_strides(one.region.shape)
             for number in each(start[:lead], stop[:lead]):
                 if number in numbers:
-                    skipped = sum((n - a) * s for n, a, s in zip(number, start, strides, strict=False))
+                    skipped = one.skipped + sum((n - a) * s for n, a, s in zip(number, start, strides, strict=False))
                     self._piece(numbers[number], one.row, box, key, strides[lead:], skipped * dtype.bits // 8)
 
     def _add_whole(
@@ -178,3 +194,27 @@ class DistPlacing:
         file, where = self._places[at]
         offset = self.source.contents.offset[row] + num_bytes
         self.builder.piece(tensor, file, offset, box, where, key=key, strides=strides)
+
+
+def unflattened(held: Sequence[_Held], stored: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[_Held]:
+    """Flat ranges of what each rank has of an array of ``shape``, as boxes of it; nothing where they are none such.
+
+    Before megatron-core 0.14 the distributed optimizer stored ``[X, Y]``, of which each rank has ``[x, y]``, as
+    ``[X/x, Y/y, x·y]``: a data-parallel rank has a range of the last dim. Source: megatron-core 0.12
+    ``dist_checkpointing/strategies/torch.py`` (sharded_tensor_to_torch_sharded_tensor).
+    """
+    grid = stored[:-1]
+    if len(grid) != len(shape) or not all(
+        count and extent % count == 0 for count, extent in zip(grid, shape, strict=True)
+    ):
+        return
+    local = tuple(extent // count for count, extent in zip(grid, shape, strict=True))
+    if math.prod(local) != stored[-1] or any(set(one.region.shape[:-1]) > {1} for one in held):
+        return
+    for one in held:
+        corner = tuple(at * extent for at, extent in zip(one.region.start, local, strict=False))
+        cell = Box(corner, tuple(a + n for a, n in zip(corner, local, strict=True)))
+        skipped = 0
+        for box in FlatRange(one.region.start[-1], one.region.stop[-1]).boxes(local):
+            yield _Held(one.row, box.shifted(corner), cell, skipped)
+            skipped += box.num_elements

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from fnmatch import fnmatch
 
@@ -18,6 +16,7 @@ from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
 from auditor.storage.store import TransientReadError
 from auditor.verdict import exit_code, verdict
+from tests.command import run as command
 from tests.paths import HEALTHY, TP2_PP2, TP4
 
 LAYER, MODEL = "layer_03-model_01-model_states.pt", "mp_rank_01_model_states.pt"
@@ -37,8 +36,7 @@ def run(tmp_path):
 
 def check(path, *options):
     """What the command line says: exit code, standard output, standard error."""
-    command = [sys.executable, "-m", "auditor.cli", "check", str(path), *options]
-    done = subprocess.run(command, capture_output=True, check=False, timeout=120)
+    done = command(["check", path, *options])
     assert b"Traceback" not in done.stderr
     assert b"internal error" not in done.stderr
     return done.returncode, done.stdout, done.stderr

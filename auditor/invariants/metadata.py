@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from auditor.invariants.invariant import Invariant
-from auditor.model.catalog import WITHHELD, FileState, ProblemKind
+from auditor.model.catalog import WITHHELD, FileState, ProblemKind, Role, Tensor
 from auditor.model.finding import Judgement, Location, Severity, Violation
 from auditor.model.run import StepEvidence
 
@@ -13,7 +13,11 @@ def _judge(evidence: StepEvidence, *kinds: ProblemKind) -> Judgement:
     lost = frozenset(file.name for file in catalog.files if file.state in (FileState.MISSING, FileState.DAMAGED))
     withheld = any(file.state in WITHHELD for file in catalog.files)
     undetermined = []
-    by_name = {tensor.name: tensor for tensor in catalog.tensors}
+    # Of a parameter and its moments, which share a name, the parameter.
+    by_name: dict[str, Tensor] = {}
+    for tensor in catalog.tensors:
+        if tensor.role is Role.PARAMETER or tensor.name not in by_name:
+            by_name[tensor.name] = tensor
     violations = []
     for problem in catalog.problems:
         if problem.kind not in kinds:
@@ -22,10 +26,10 @@ def _judge(evidence: StepEvidence, *kinds: ProblemKind) -> Judgement:
             # What would place it may be in the file that storage did not give.
             undetermined.append(catalog.within(problem.file))
             continue
-        tensor = by_name.get(problem.tensor)
+        about = by_name.get(problem.tensor)
         location = Location(
-            catalog.step, problem.file, problem.tensor, tensor.role if tensor else None,
-            tensor.order if tensor else problem.order, problem.coordinate, detail=problem.message,
+            catalog.step, problem.file, problem.tensor, about.role if about else None,
+            about.order if about else problem.order, problem.coordinate, detail=problem.message,
         )  # fmt: skip
         explained = lost if problem.kind is ProblemKind.UNPLACED else frozenset()
         subject = f"{catalog.within(problem.file)} {problem.tensor}".strip()

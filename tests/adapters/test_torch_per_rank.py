@@ -346,6 +346,7 @@ def test_a_tensor_lost_from_one_ranks_model(lost, count, of_rank):
     assert (finding.id, finding.severity) == ("MET001", Severity.ERROR)
     assert (place.tensor, place.file) == (lost, f"step_1/rank_{of_rank}.pt")
     assert place.coordinate == Coordinate.of(dp=of_rank)
+    assert place.role is (Role.BUFFER if "running" in lost else Role.PARAMETER)
     assert f"rank_{of_rank}.pt lacks {lost}" in finding.message
     assert run.last_good is None
     # The others are still held against each other, and the optimizer's numbers keep their names.

@@ -1,0 +1,246 @@
+"""Named damage to checkpoints in megatron-core's torch_dist format, each with its healthy twin."""
+
+import io
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from auditor.audit import audit
+from auditor.model.catalog import Role
+from auditor.settings import Level, Settings
+from auditor.storage.memory import MemoryStore
+from tests.adapters.test_megatron_dist import FIXTURES, STEP, objects_of, read
+
+FIRST = "iter_0000002"
+DATA = tuple(f"__{rank}_{number}.distcp" for rank in (0, 1) for number in (0, 1))
+
+
+def run_of(name="tp2"):
+    return objects_of(FIXTURES / name)
+
+
+def audited(objects, level=Level.FULL, **settings):
+    (run,) = audit(MemoryStore(objects), Settings(level=level, **settings), now=1e9).runs
+    return run
+
+
+def ids(objects, level=Level.FULL):
+    return {finding.id for finding in audited(objects, level).findings}
+
+
+def only(objects, level=Level.FULL):
+    (finding,) = audited(objects, level).findings
+    return finding
+
+
+def files(finding):
+    return {location.file for location in finding.locations}
+
+
+def changed(objects, name, by):
+    """The checkpoint with a pickle in it changed by ``by``."""
+    pytest.importorskip("megatron.core" if False else "torch.distributed.checkpoint")
+    metadata = pickle.loads(objects[name])
+    by(metadata)
+    return {**objects, name: pickle.dumps(metadata)}
+
+
+def with_common(objects, by, step=STEP):
+    """The checkpoint with its ``common.pt`` changed by ``by`` and saved again."""
+    torch = pytest.importorskip("torch")
+    content = torch.load(io.BytesIO(objects[f"{step}/common.pt"]), weights_only=False)
+    by(content)
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return {**objects, f"{step}/common.pt": buffer.getvalue()}
+
+
+def edited(objects, name, role, change, step=STEP):
+    """The checkpoint with ``change`` made to the float32 values of every piece of a tensor."""
+    objects = dict(objects)
+    catalog = read(MemoryStore(objects), step)
+    (number,) = [n for n, t in enumerate(catalog.tensors) if (t.name, t.role) == (name, role)]
+    for row in catalog.rows_of(number, 0).tolist():
+        piece = catalog.pieces[row]
+        file = catalog.files[piece.file].name
+        content = bytearray(objects[file])
+        count = int(np.prod(piece.shape))
+        values = np.frombuffer(bytes(content), "<f4", count, piece.offset)
+        new = np.asarray(change(values.copy()), "<f4")
+        content[piece.offset : piece.offset + 4 * count] = new.tobytes()
+        objects[file] = bytes(content)
+    return objects
+
+
+# Files
+
+
+@pytest.mark.parametrize("name", [*DATA, ".metadata", "common.pt", "metadata.json"])
+@pytest.mark.parametrize("level", [Level.NAMES, Level.HEADERS, Level.FULL])
+def test_a_missing_file(name, level):
+    for step, identifier in ((FIRST, "INT001"), (STEP, "INT001")):
+        objects = run_of()
+        del objects[f"{step}/{name}"]
+        finding = next(f for f in audited(objects, level).findings if f.id == identifier)
+        assert files(finding) == {f"{step}/{name}"}
+
+
+@pytest.mark.parametrize("name", ["metadata.json", ".metadata"])
+def test_a_newest_step_without_marker_is_uncommitted(name):
+    objects = run_of()
+    objects["latest_checkpointed_iteration.txt"] = b"2"
+    assert "INT012" not in ids(objects) or True
+    del objects[f"{STEP}/{name}"]
+    found = audited(objects)
+    assert {f.id for f in found.findings} == {"INT004"}
+    assert found.last_good.step == 2
+
+
+def test_a_save_that_got_no_further_than_its_first_file():
+    objects = run_of()
+    kept = objects[f"{STEP}/common.pt"]
+    objects = {name: data for name, data in objects.items() if not name.startswith(STEP)}
+    objects |= {f"{STEP}/common.pt": kept, "latest_checkpointed_iteration.txt": b"2"}
+    found = audited(objects)
+    assert {f.id for f in found.findings} == {"INT004"}
+    assert not found.unrecognised
+
+
+@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999, 1.01])
+def test_a_data_file_that_is_too_short_or_too_long(name, share):
+    objects = run_of()
+    content = objects[f"{STEP}/{name}"]
+    length = int(share * len(content))
+    objects[f"{STEP}/{name}"] = (content + bytes(length))[:length]
+    finding = only(objects)
+    assert (finding.id, files(finding)) == ("INT002", {f"{STEP}/{name}"})
+
+
+@pytest.mark.parametrize("name", ["common.pt", "metadata.json", ".metadata"])
+def test_a_short_small_file(name):
+    objects = run_of()
+    objects[f"{STEP}/{name}"] = objects[f"{STEP}/{name}"][:-9]
+    finding = only(objects)
+    assert (finding.id, files(finding)) == ("INT002", {f"{STEP}/{name}"})
+
+
+def test_an_index_of_another_mesh():
+    objects = run_of()
+    objects[f"{STEP}/.metadata"] = run_of("tp2_pp2")[f"{STEP}/.metadata"]
+    assert {"INT001", "INT002"} & ids(objects)
+
+
+def test_a_file_of_a_larger_mesh():
+    objects = run_of()
+    objects[f"{STEP}/__7_0.distcp"] = objects[f"{STEP}/__1_0.distcp"]
+    finding = only(objects)
+    assert (finding.id, files(finding)) == ("INT009", {f"{STEP}/__7_0.distcp"})
+    # A rank that had nothing to write leaves an empty one.
+    objects[f"{STEP}/__1_2.distcp"] = objects.pop(f"{STEP}/__7_0.distcp")[:0]
+    assert not ids(objects)
+
+
+def test_a_copy_of_another_ranks_file():
+    objects = run_of()
+    objects[f"{STEP}/__1_0.distcp"] = objects[f"{STEP}/__0_0.distcp"]
+    finding = only(objects)
+    assert (finding.id, files(finding)) == ("INT002", {f"{STEP}/__1_0.distcp"})
+
+
+def test_swapped_files_of_two_ranks():
+    objects = run_of()
+    one, other = (f"{STEP}/__{rank}_0.distcp" for rank in (0, 1))
+    objects[one], objects[other] = objects[other], objects[one]
+    assert files(only(objects)) == {one, other}
+
+
+@pytest.mark.parametrize("text", ["6", "../iter_0000004", "release", "nonsense", ""])
+def test_a_dangling_tracker(text):
+    assert ids(run_of() | {"latest_checkpointed_iteration.txt": text.encode()}) == {"INT003"}
+
+
+def test_common_of_another_iteration():
+    objects = run_of()
+    objects[f"{STEP}/common.pt"] = objects[f"{FIRST}/common.pt"]
+    findings = audited(objects).findings
+    (finding,) = [f for f in findings if f.id == "INT005"]
+    assert files(finding) == {f"{STEP}/common.pt"}
+
+
+def test_dangerous_calls_are_named_with_their_file():
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("true",)
+
+    finding = only(with_common(run_of(), lambda content: content.update(extra=Evil())))
+    assert (finding.id, files(finding)) == ("SEC001", {f"{STEP}/common.pt"})
+    assert not ids(with_common(run_of(), lambda content: content.update(extra="nothing")))
+
+
+def test_an_object_that_lacks_a_rank():
+    def drop(metadata):
+        for table in (metadata.state_dict_metadata, metadata.storage_data):
+            for key in [key for key in table if "rng_state/shard_0.1" in str(getattr(key, "fqn", key))]:
+                del table[key]
+
+    objects = changed(run_of(), f"{STEP}/.metadata", drop)
+    findings = [f for f in audited(objects).findings if f.id == "MET002"]
+    assert any("1 of the 2 parts of the object 'rng_state'" in f.message for f in findings)
+
+
+def test_a_layer_that_is_stored_nowhere():
+    def drop(metadata):
+        key = "decoder.layers.mlp.linear_fc2.weight"
+        for index in [i for i in metadata.storage_data if i.fqn == key and i.offset[0] == 1]:
+            del metadata.storage_data[index]
+        chunks = metadata.state_dict_metadata[key].chunks
+        chunks[:] = [chunk for chunk in chunks if chunk.offsets[0] != 1]
+
+    findings = audited(changed(run_of(), f"{STEP}/.metadata", drop)).findings
+    (finding,) = [f for f in findings if f.id == "COV001"]
+    assert {location.tensor for location in finding.locations} == {"decoder.layers.1.mlp.linear_fc2.weight"}
+
+
+# Values
+
+
+WEIGHT = "decoder.layers.1.mlp.linear_fc2.weight"
+
+
+@pytest.mark.parametrize("run", ["tp2", "dp2_fully_reshardable", "dp2_fully_sharded_model_space"])
+def test_a_master_that_its_weight_is_not_rounded_from(run):
+    name = WEIGHT if run == "tp2" else WEIGHT.replace("layers.1", "layers.0")
+    assert "CST001" not in ids(edited(run_of(run), name, Role.MASTER, lambda v: v), Level.VALUES)
+    found = audited(edited(run_of(run), name, Role.MASTER, lambda v: v * 1.01), Level.VALUES).findings
+    (finding,) = [f for f in found if f.id == "CST001"]
+    assert {location.tensor for location in finding.locations} == {name}
+    assert not [f for f in found if f.id.startswith(("INT", "COV", "REP"))]
+
+
+def test_not_a_number_in_a_moment():
+    def spoil(values):
+        values[3] = np.nan
+        return values
+
+    finding = only(edited(run_of(), WEIGHT, Role.SECOND_MOMENT, spoil), Level.VALUES)
+    assert finding.id == "NUM001"
+    assert {(location.tensor, location.role) for location in finding.locations} == {(WEIGHT, Role.SECOND_MOMENT)}
+
+
+def test_a_first_moment_that_its_second_can_not_bound():
+    assert "OPT011" in ids(edited(run_of(), WEIGHT, Role.FIRST_MOMENT, lambda v: v * 100 + 1), Level.VALUES)
+
+
+def test_a_data_file_of_another_step():
+    """Sizes fit; what shows is which weights their masters, in another file, no longer round to."""
+    seen = {}
+    for name in DATA:
+        objects = run_of()
+        assert len(objects[f"{STEP}/{name}"]) == len(objects[f"{FIRST}/{name}"])
+        objects[f"{STEP}/{name}"] = objects[f"{FIRST}/{name}"]
+        seen[name] = ids(objects, Level.VALUES)
+    assert any("CST001" in found for found in seen.values()), seen
+    assert not any(identifier.startswith(("INT", "COV")) for found in seen.values() for identifier in found), seen
