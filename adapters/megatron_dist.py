@@ -33,13 +33,13 @@ class MegatronDist:
         The step is the folder's number where Megatron or NeMo gave the name: a single stale ``common.pt`` must not
         decide. Else what that file records.
         """
+        archive = next((name for name in folder.files if name.endswith(_ARCHIVE)), None)
+        if archive is not None and not folder.folders:
+            return Declined(f"{archive} is a tar archive, which is not read: unpack it (tar -xf {archive})", 0.9)
         if folder.alone:
             return Declined("it is one file of several that make up a step", 0.2)
         files = inner(store, folder)
         if files is None:
-            archive = next((name for name in folder.files if name.endswith(_ARCHIVE)), None)
-            if archive is not None:
-                return Declined(f"{archive} is a tar archive, which is not read: unpack it (tar -xf {archive})", 0.9)
             return Declined("it does not hold two of metadata.json, common.pt and .metadata")
         if is_weights_of_nemo(store, folder):
             return Declined("it is a part of the checkpoint in the folder above it", 0.3)

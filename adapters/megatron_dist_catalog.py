@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from auditor.adapters.adapter import Folder, Options
 from auditor.adapters.dcp_catalog import DcpReading
@@ -89,8 +90,8 @@ class MegatronDistReading(DcpReading):
     ) -> Catalog:  # fmt: skip
         """A step by a backend that is not read: nothing in it was looked at, and that is said."""
         detail = f"its tensors are in the backend {backend!r}, which is not read; only {BACKEND!r} is"
-        opened = Opened[None](CONFIG, FileState.UNREADABLE, None, detail, config.entry)
-        self.builder.file(opened.as_file(self.files.path, "json"))
+        unread = replace(config, state=FileState.UNREADABLE, detail=detail)
+        self.builder.file(unread.as_file(self.files.path, "json"))
         self.claimed |= {join(self.files.path, name) for name in self.files.files}
         if COMMON in self.files.files:
             self.builder.file(self.recorded.file.as_rank_file(self.files.path, EVERYWHERE))

@@ -89,7 +89,7 @@ def audit_share(
         WriteError: the share can't be written.
     """
     if not 1 <= number <= of:
-        raise UsageError(f"there is no share {number} of {of}: the first is 1, the last {of}")
+        raise UsageError(f"there is no share {number} of {of}")
     target = FolderWriter(folder)
     target.refuse_sources([root.location for root in (store.roots if isinstance(store, UnionStore) else [store])])
     with _means(store, settings, None) as (readable, workers):

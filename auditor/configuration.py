@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -51,7 +51,7 @@ def make_settings(flags: Mapping[str, Any], file: Path | None = None) -> Setting
         choices.text("tensors", ""), choices.member("fail_on", Severity, Severity.ERROR), choices.truth("strict"),
         choices.truth("strict_buffers"), parse_seconds(choices.text("settle", "10m")), choices.count("threads"),
         placement_options(table), waivers(table), read_baseline(Path(baseline)) if baseline else frozenset(),
-        kernels=choices.text("kernels", "auto"), scheduler=choices.text("scheduler", ""),
+        kernels=choices.word("kernels", ("auto", "numpy", "numba")), scheduler=choices.text("scheduler", ""),
         max_bytes_per_second=parse_bytes(choices.text("max_bytes_per_second", "0")),
     )  # fmt: skip
     settings.steps.check()
@@ -83,6 +83,13 @@ class _Choices:
 
     def text(self, name: str, default: str) -> str:
         return str(self.value(name, default)[0])
+
+    def word(self, name: str, known: Sequence[str]) -> str:
+        """One of the ``known`` words; the first where nothing is stated."""
+        found, origin = self.value(name, known[0])
+        if str(found).lower() not in known:
+            raise UsageError(f"{origin} {found}: none of {'|'.join(known)}")
+        return str(found).lower()
 
     def listed(self, name: str) -> tuple[str, ...]:
         found, origin = self.value(name, ())
@@ -198,14 +205,15 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_bytes(text: str) -> float:
-    """Bytes from ``500000``, ``200M``, ``1.5G``; K, M and G are 1024, 1024² and 1024³.
+    """Bytes from ``500000``, ``200M``, ``1.5GiB``; K, M and G are 1024, 1024² and 1024³.
 
     Raises:
         UsageError: anything else.
     """
-    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 0)
+    short = text.upper().removesuffix("B").removesuffix("I")
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(short[-1:], 0)
     try:
-        found = float(text[:-1]) * unit if unit else float(text)
+        found = float(short[:-1]) * unit if unit else float(short)
     except ValueError as error:
         raise UsageError(f"{text!r} is no number of bytes: write 500000, 200M or 1.5G") from error
     if not 0 <= found < float("inf"):

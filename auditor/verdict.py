@@ -45,6 +45,9 @@ def exit_codes(run: RunReport, settings: Settings) -> list[ExitCode]:
         found.add(ExitCode.INCOMPLETE)
     if any(step.changed for step in run.steps):
         found.add(ExitCode.CHANGED)
+    if run.steps and all(step.state.commit is Commit.IN_PROGRESS for step in run.steps):
+        # Nothing was audited: a cron job must not take that for sound.
+        found.add(ExitCode.NOTHING)
     return ordered(found)
 
 

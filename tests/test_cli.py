@@ -362,3 +362,27 @@ def test_calls_from_python():
         assert package.check(str(HEALTHY), steps="10", level="headers", select=["INT"]).runs[0].findings == []
     with pytest.raises(ValueError, match="levle"):
         package.check(str(HEALTHY), levle="headers")
+
+
+def test_limits_of_reading_and_kernels_are_checked():
+    assert auditor("check", HEALTHY, "--steps", "10", "--max-bytes-per-second", "1GiB").returncode == 0
+    for option, value in (("--max-bytes-per-second", "fast"), ("--max-bytes-per-second", "-1"), ("--kernels", "c")):
+        done = auditor("check", HEALTHY, option, value)
+        assert done.returncode == 2
+        assert value in done.stderr
+
+
+def test_a_share_is_measured_and_joined(tmp_path):
+    for number in (1, 2):
+        done = auditor("check", RUN, "--steps", "50", "--shard-of", f"{number}/2", "--shards", tmp_path)
+        assert (done.returncode, "nothing judged yet" in done.stdout) == (0, True)
+    joined = auditor("check", RUN, "--steps", "50", "--shards", tmp_path)
+    assert (joined.returncode, "REP001" in joined.stdout) == (1, True)
+    for wrong in ("0/2", "3/2", "1", "x/2", "1/0"):
+        assert auditor("check", RUN, "--shard-of", wrong, "--shards", tmp_path).returncode == 2
+    assert auditor("check", RUN, "--shard-of", "1/2").returncode == 2
+
+
+def test_verbose_lists_what_holds():
+    assert "REP001 64" not in auditor("check", HEALTHY, "--steps", "10").stdout
+    assert "REP001 64" in auditor("check", HEALTHY, "--steps", "10", "-v").stdout

@@ -15,6 +15,8 @@ _BEGINNINGS = (
     (b"{", "JSON"),
     (b"[", "JSON"),
 )
+_TAR_AT, _TAR_BLOCK = 257, 262
+"""Where a tar archive says that it is one. Source: POSIX.1-1988, ustar."""
 
 
 def looks_like(handle: Handle) -> str:
@@ -23,9 +25,12 @@ def looks_like(handle: Handle) -> str:
     Raises:
         StorageError: storage did not give its first bytes.
     """
-    head = read_bytes(handle, 0, min(9, handle.entry.num_bytes))
+    block = read_bytes(handle, 0, min(_TAR_BLOCK, handle.entry.num_bytes))
+    head = block[:9]
     if not head:
         return "an empty file"
+    if block[_TAR_AT:] == b"ustar":
+        return "a tar archive, as NeMo's .nemo files are (unpack it: tar -xf FILE)"
     if head[8:] == b"{" and int.from_bytes(head[:8], "little") <= handle.entry.num_bytes:
         return "a safetensors file"
     found = next((what for beginning, what in _BEGINNINGS if head.startswith(beginning)), "")

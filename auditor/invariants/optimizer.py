@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from auditor.invariants.invariant import Invariant
 from auditor.invariants.optimizer_state import (
     KeptState,
-    files_with_groups,
     moments_are_complete,
     plain,
     state_belongs_to_parameters,
     trained_parameters_have_moments,
 )
+from auditor.invariants.recorded import files_with_groups
 from auditor.model.catalog import Catalog, Role, Scalar, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
@@ -25,6 +26,7 @@ _SAME_ALONG = frozenset({"dp", "edp", "cp", "tp"})
 _COMPARED = frozenset({
     "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "amsgrad", "maximize", "initial_lr",
     "max_lr", "min_lr", "lr_mult", "wd_mult", "decoupled_weight_decay", "alpha", "centered", "lr_decay", "ns_steps",
+    "bias_correction",
 })  # fmt: skip
 """Hyperparameters that ranks share. Optimizers of people's own may keep the rank itself in a group."""
 _NO_COUNTERS = "no count of optimizer steps is recorded for single parameters"
@@ -56,6 +58,10 @@ def _at(catalog: Catalog, scalar: Scalar, tensors: Mapping[str, Tensor], detail:
     return Location(catalog.step, scalar.file, scalar.tensor, role, order, scalar.coordinate, detail=detail)
 
 
+def _times(count: float) -> str:
+    return "once" if count == 1 else f"{count:g} times"
+
+
 def _apart(coordinate: Coordinate) -> Coordinate:
     """What of a coordinate tells ranks apart that need not agree."""
     return coordinate.along(axis for axis, _ in coordinate.indices if axis not in _SAME_ALONG)
@@ -84,7 +90,7 @@ def ranks_count_alike(evidence: StepEvidence) -> Judgement:
         odd = [scalar for scalar in scalars if scalar.value != most]
         num_holds += not odd
         if odd:
-            detail = f"was updated {odd[0].value:g} times here, {most:g} times on other ranks"
+            detail = f"was updated {_times(odd[0].value)} here, {_times(most)} on other ranks"
             locations = tuple(_at(catalog, scalar, tensors, detail) for scalar in odd)
             message = f"{name} {detail} ({catalog.within(odd[0].file)})"
             violations.append(Violation(name, locations, message, minority=tuple(scalar.coordinate for scalar in odd)))
@@ -121,13 +127,14 @@ def counters_move_together(evidence: StepEvidence) -> Judgement:
         usual = _usual([scalar.value for scalar in counters] or steps)
         odd = [scalar for scalar in counters if scalar.value != usual]
         for scalar in odd:
-            detail = f"was updated {scalar.value:g} times, most parameters of its file {usual:g} times"
+            detail = f"was updated {_times(scalar.value)}, most parameters of its file {_times(usual)}"
             name = plain(scalar.tensor)
             violations.append(Violation(name, (_at(catalog, scalar, tensors, detail),), f"{name} {detail}"))
         for group in groups.get(file, ()):
             if group.step and group.step != usual:
                 detail = f"parameter group {group.number} counts {group.step:g} steps, the others {usual:g}"
-                violations.append(_of_group(catalog, group, detail))
+                # No gradient is needed for these to count: only a group that was added later counts less.
+                violations.append(replace(_of_group(catalog, group, detail), severity=Severity.WARNING))
         num_holds += len(counters) - len(odd) + sum(step == usual for step in steps)
     if not num_holds and not violations:
         return Judgement(not_applicable={_NO_COUNTERS: 1})
@@ -225,7 +232,8 @@ INVARIANTS = (
         source="deepspeedai/DeepSpeed#7786; huggingface/transformers#23034; facebookresearch/fairscale#380",
         example="layer.weight has exp_avg but no exp_avg_sq",
         misses="Moments that are another parameter's of the same shape. Two moments lost together for a parameter "
-               "without master are OPT006. Optimizers whose state is not known: undetermined.",
+               "without master are OPT006. Undetermined: optimizers whose state is not known; before step 1000, nothing "
+               "kept at all where no optimizer step is counted; ranks that each hold other parameters' state.",
         hint="Resume from the last good step; if that can't be, expect the first steps to be as after a restart of "
              "the optimizer, and warm up the learning rate.",
         judge_step=moments_are_complete, likely_causes=(_PARTIAL,),
@@ -283,7 +291,7 @@ INVARIANTS = (
         judge_step=ranks_use_one_setting, one_fault=True,
     ),
     Invariant(
-        "OPT006", "parameter-without-moments", Severity.WARNING,
+        "OPT006", "parameter-without-moments", Severity.NOTE,
         statement="Every parameter that was handed to the optimizer has moments once others have. Legal exceptions "
                   "are parameters that never got a gradient: frozen ones, modules that training does not use.",
         rationale="Torch makes state when a parameter gets its first gradient, and loads a state dict that lacks some "
@@ -297,10 +305,10 @@ INVARIANTS = (
         judge_step=trained_parameters_have_moments, one_fault=True, likely_causes=(_PARTIAL,),
     ),
     Invariant(
-        "OPT007", "counters-apart", Severity.WARNING,
-        statement="Within a file, all counters of optimizer steps are equal, those of groups included. Legal "
-                  "exceptions are parameters that were unfrozen later or get no gradient in some steps; a group that "
-                  "counts 0 is one whose optimizer never updates the group's own counter.",
+        "OPT007", "counters-apart", Severity.NOTE,
+        statement="Within a file, all counters of optimizer steps are equal, those of groups included (a warning: they "
+                  "need no gradient). Legal exceptions are parameters that were unfrozen later or get no gradient in "
+                  "some steps; a group that counts 0 is one whose optimizer never updates the group's own counter.",
         rationale="Bias correction and schedules go by these counters; after a conversion that filled one place only, "
                   "part of the model is trained as at the start.",
         source="deepspeedai/DeepSpeed#5289; radixark/miles#1627",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,6 +26,8 @@ _UNIFORM = frozenset({
 """What torch's other optimizers keep: for every parameter of a group the same (source: torch/optim)."""
 _EIGHT_BIT = ("state1", "state2")
 _STATE = (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT)
+_SURELY_STEPPED = 1000
+"""From this step on an optimizer has taken one: before, gradients may still be accumulated or a loss scale sought."""
 
 
 def plain(name: str) -> str:
@@ -102,6 +104,20 @@ class KeptState:
     def partial(self) -> bool:
         """Whether the Catalog lacks parameters that groups name: tensors were chosen, or files are lost."""
         return any(name not in self.parameters for name in self.trained)
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether each rank file has the whole state of some parameters and none of the others': ZeRO-1 by hand."""
+        holders = [self.files_of(number for numbers in keys.values() for number in numbers)
+                   for keys in self.state.values()]  # fmt: skip
+        return all(len(files) == 1 for files in holders) and len(frozenset().union(*holders)) > 1
+
+    @cached_property
+    def unstepped(self) -> bool:
+        """Whether the optimizer may not have taken a step: it keeps nothing and no step of its own is counted."""
+        counted = [scalar.value for scalar in self.catalog.scalars if scalar.name == "optimizer_step"]
+        counted += [group.step or 0 for group in self.catalog.groups]
+        return not self.state and not any(counted) and self.catalog.step < _SURELY_STEPPED
 
     def files_of(self, tensors: Iterable[int]) -> set[int]:
         """Numbers of the files in which pieces of these tensors lie."""
@@ -215,6 +231,11 @@ def moments_are_complete(evidence: StepEvidence) -> Judgement:
                 undetermined.setdefault(doubt, []).append(name)
             else:
                 violations.append(found)
+        elif lost := _on_some_ranks(kept, name, have):
+            if kept.split:
+                undetermined.setdefault("its state is split over ranks, which other ranks need not hold", []).append(name)
+            else:
+                violations.append(lost)
         else:
             num_holds += bool(have)
     return Judgement(num_holds, tuple(violations), {key: tuple(names) for key, names in undetermined.items()}, legal)
@@ -224,6 +245,8 @@ def _doubt(kept: KeptState, need: _Needs) -> str:
     """Why moments that were not found may be there all the same."""
     if any(file.state is not FileState.PRESENT for file in kept.catalog.files):
         return "its moments may be in a file that could not be read"
+    if kept.unstepped:
+        return "no parameter has moments and no optimizer step is counted: none was taken yet, or all state is lost"
     if kept.partial and not {"exp_avg", "momentum_buffer"}.intersection(need.keys):
         return "only some tensors were chosen, and its moments have names of their own"
     return ""
@@ -248,8 +271,6 @@ def _first_fault(
                 tensor = kept.catalog.tensors[number]
                 detail = f"{key} has shape {list(tensor.shape)}, the parameter {_shapes(kept, name)}"
                 return Violation(name, (kept.location(number, detail),), f"{name}: its {detail}")
-        if found := _on_some_ranks(kept, name, key, have[key]):
-            return found
     return None
 
 
@@ -277,8 +298,13 @@ def _fits(kept: KeptState, name: str, number: int) -> bool:
     return not beside or sum(beside) == catalog.tensors[number].num_elements
 
 
-def _on_some_ranks(kept: KeptState, name: str, key: str, numbers: Sequence[int]) -> Violation | None:
+def _on_some_ranks(kept: KeptState, name: str, have: Mapping[str, Sequence[int]]) -> Violation | None:
     """A moment that some rank files hold and others, whose optimizer has the parameter too, don't."""
+    found = (_on_others(kept, name, key, have[key]) for key in sorted(have.keys() & _SHAPED))
+    return next((violation for violation in found if violation), None)
+
+
+def _on_others(kept: KeptState, name: str, key: str, numbers: Sequence[int]) -> Violation | None:
     catalog = kept.catalog
     if not all(catalog.tensors[number].undetermined for number in numbers):
         return None
@@ -364,11 +390,3 @@ def _misfit(kept: KeptState, owner: str, number: int, tensor: Tensor) -> str:
     if tensor.role is not Role.MASTER or _fits(kept, owner, number):
         return ""
     return f"has shape {list(tensor.shape)}, the parameter {_shapes(kept, owner)}"
-
-
-def files_with_groups(catalog: Catalog) -> Iterator[tuple[str, list[ParameterGroup]]]:
-    """Every file that records parameter groups, with them in order."""
-    found: dict[str, list[ParameterGroup]] = {}
-    for group in catalog.groups:
-        found.setdefault(group.file, []).append(group)
-    yield from ((file, sorted(groups, key=lambda group: group.number)) for file, groups in found.items())

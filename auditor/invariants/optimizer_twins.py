@@ -100,8 +100,10 @@ def _violation(
     else:
         alike = _alike(names, [roles[role] for role in (Role.MASTER, Role.PARAMETER)], whole)
     what = "moments" if role is Role.MASTER else "weights"
-    # Parameters that agree in everything may be one that is stored twice; state alone that agrees belongs to one only.
-    severity = Severity.ERROR if alike is False else Severity.WARNING
+    # Parameters that agree in everything may be one that is stored twice, siblings in one module terms of one sum; state
+    # that agrees otherwise belongs to one only.
+    summed = role is not Role.MASTER and _are_siblings(names)
+    severity = Severity.ERROR if alike is False and not summed else Severity.WARNING
     also = {None: "", True: f", and so are their {what}", False: f", but their {what} are not"}[alike]
     more = f" (and of {len(names) - 2} more)" if len(names) > 2 else ""
     message = f"{role.value.replace('_', ' ')}s of {' and '.join(names[:2])}{more} are the same numbers{also}"
@@ -110,6 +112,14 @@ def _violation(
         for number, tensor in zip(members, tensors, strict=True)
     )
     return Violation(names[0], locations, message, severity=severity)
+
+
+def _are_siblings(names: Sequence[str]) -> bool:
+    """Whether names differ in one component alone, and that not by number: ``a.weight``, ``b.weight``."""
+    columns = [set(parts) for parts in zip(*(plain(name).split(".") for name in names), strict=False)]
+    odd = [column for column in columns if len(column) > 1]
+    same_length = len({name.count(".") for name in map(plain, names)}) == 1
+    return same_length and len(odd) == 1 and not any(part.isdigit() for part in odd[0])
 
 
 def _alike(names: Sequence[str], roles: Sequence[Mapping[str, int]], whole: Mapping[int, Seen]) -> bool | None:
@@ -125,15 +135,16 @@ INVARIANTS = (
     Invariant(
         "OPT013", "state-shared", Severity.ERROR,
         statement="No two parameters of two or more dims have bitwise equal moments or masters, unless they are tied. "
-                  "A warning where they agree in weights and moments alike: it may be one parameter under two names.",
+                  "A warning where they agree in weights and moments alike (it may be one parameter under two names), "
+                  "and for moments of siblings in one module (they may be terms of one sum).",
         rationale="Different parameters get different gradients. Equal state means that one of them was given the "
                   "other's: it is updated along the other's history.",
         source="facebookresearch/fairscale#380; pytorch/pytorch#54736; huggingface/transformers#24381",
         example="first moments of 3.mlp.dense_h_to_4h.weight and 4.mlp.dense_h_to_4h.weight are the same numbers, but "
                 "their weights are not",
         misses="State that was exchanged between two parameters: each then has one that no other has. Vectors, whose "
-               "gradients may be equal in healthy models. Parallel branches of equal input that are summed would be "
-               "named although they are healthy.",
+               "gradients may be equal in healthy models. Parallel branches of equal input that are summed have equal "
+               "moments in health: numbered ones (branches.0, branches.1) are named as an error all the same.",
         hint="If the two are one tensor under two names, say so in the model's configuration. If not, don't resume "
              "from this step.",
         needs=Needs.WEIGHTS, judge_step=state_is_not_shared, goes_first=True, one_fault=True,

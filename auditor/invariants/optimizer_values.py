@@ -330,7 +330,7 @@ INVARIANTS = (
         misses="Moments of another parameter or step with gradients of about the same size. Betas that were changed "
                "during the run are recorded as they are now: the bound may then be too wide or too narrow.",
         hint="Don't resume from this step with this state. If most tensors are named and no class of optimizer is "
-             "recorded, see first whether it is Adam at all.",
+             "recorded, see first whether it is Adam at all, and whether betas were changed some steps before.",
         needs=Needs.WEIGHTS, judge_step=first_moment_is_within_the_second, pairings=moment_pairings, one_fault=True,
         likely_causes=(
             LikelyCause("state, keyed by position, was put on another parameter", "facebookresearch/fairscale#380"),
@@ -339,9 +339,10 @@ INVARIANTS = (
         ),
     ),
     Invariant(
-        "OPT012", "moments-zero", Severity.WARNING,
+        "OPT012", "moments-zero", Severity.NOTE,
         statement="No second moment is all zero while its first moment isn't (an error), and no parameter has two "
-                  "moments of zeros while most of its siblings in other layers don't (a warning).",
+                  "moments of zeros while most of its siblings in other layers don't (a note: masked tasks and blocks "
+                  "that begin by adding nothing get gradients of zero by design).",
         rationale="The optimizer forgot this tensor, or its state was lost on the way: at resume it takes steps as if "
                   "training began.",
         source="deepspeedai/DeepSpeed#7786; pytorch/pytorch#115607",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from auditor.invariants.optimizer_state import plain
@@ -76,3 +76,11 @@ def num_steps(catalog: Catalog) -> float | None:
     counted = [scalar.value for scalar in catalog.scalars if scalar.name == "optimizer_step"]
     counted += [group.step for group in catalog.groups if group.step is not None]
     return max(*counted, float(catalog.step)) if counted and max(counted) >= 1 else None
+
+
+def files_with_groups(catalog: Catalog) -> Iterator[tuple[str, list[ParameterGroup]]]:
+    """Every file that records parameter groups, with them in order."""
+    found: dict[str, list[ParameterGroup]] = {}
+    for group in catalog.groups:
+        found.setdefault(group.file, []).append(group)
+    yield from ((file, sorted(groups, key=lambda group: group.number)) for file, groups in found.items())

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from auditor.model.dtype import DType
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh, Replicate, Shard
-from auditor.model.optimizer import ParameterGroup, Tie
+from auditor.model.optimizer import ParameterGroup, Tie, parameter_of
 from auditor.model.region import Box, FlatRange, Region
 
 
@@ -367,9 +367,15 @@ class Catalog:
     def only(self, chosen: Callable[[str], bool]) -> Catalog:
         """This Catalog with only the tensors whose name is ``chosen``; files, scalars and problems stay.
 
-        Of the ties stay those of which all members are chosen.
+        Moments with names of their own (``<parameter>.<key>``) are chosen with their parameter. Of the ties stay those
+        of which all members are chosen.
         """
-        kept = [number for number, tensor in enumerate(self.tensors) if chosen(tensor.name)]
+        mine = {tensor.name for tensor in self.tensors if tensor.role is Role.PARAMETER and chosen(tensor.name)}
+        kept = [
+            number
+            for number, tensor in enumerate(self.tensors)
+            if chosen(tensor.name) or (tensor.role is Role.MOMENT and parameter_of(tensor.name) in mine)
+        ]
         return replace(
             self,
             tensors=tuple(self.tensors[number] for number in kept),

@@ -35,3 +35,13 @@ class Tie:
     """The one that is stored in any case first (the embedding), then its other users."""
     source: str
     """What says so: ``config.json: tie_word_embeddings``, ``one storage in model.pt`` …"""
+
+
+def parameter_of(moment: str) -> str:
+    """The parameter whose moment has this name of its own, with the place whose own both are.
+
+    >>> parameter_of("head.weight.square_avg@dp=1")
+    'head.weight@dp=1'
+    """
+    whole, at, place = moment.partition("@")
+    return f"{whole.rpartition('.')[0]}{at}{place}"

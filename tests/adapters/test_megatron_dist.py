@@ -27,7 +27,9 @@ FIXTURES = ROOT / "tests" / "fixtures" / "megatron_dist"
 LEGACY = ROOT / "tests" / "fixtures" / "megatron_legacy"
 RUNS = ("tp1", "tp2", "tp2_pp2", "tp2_llama", "tp1_llama_unstacked", "ep2", "dp2_dp_reshardable",
         "dp2_fully_reshardable", "dp2_fully_sharded_model_space")  # fmt: skip
-STEP = "iter_0000004"
+FIRST, STEP = "iter_0000002", "iter_0000004"
+STEPS = {"tp1": FIRST}
+"""The newest step of those runs that have no step 4."""
 ADAPTER = MegatronDist()
 ROLES = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment", "fp32_param": "master", "param": "master"}
 UNFUSED = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -36,7 +38,7 @@ UNFUSED = {"self_attention.linear_qkv.layer_norm_": "input_layernorm.",
 
 class TestContract(AdapterContract):
     adapter = ADAPTER
-    checkpoints = tuple(FIXTURES / run / STEP for run in RUNS)
+    checkpoints = tuple(FIXTURES / run / STEPS.get(run, STEP) for run in RUNS)
     foreign = (
         HEALTHY / "global_step10", LEGACY / "tp2" / STEP, ROOT / "tests/fixtures/dcp/fsdp2_2/step-4", FIXTURES / "tp2",
     )  # fmt: skip
@@ -56,13 +58,13 @@ class TestContract(AdapterContract):
             if name.endswith(("_w", "_v")):
                 halves.setdefault((role, name[:-2]), {})[name[-1]] = tensor
             elif ".experts.experts." in name:
-                for layer, expert in ((a, b) for a in range(2) for b in range(4)):
+                for layer, expert in ((a, b) for a in range(len(tensor)) for b in range(4)):
                     own = name.replace("layers.", f"layers.{layer}.").replace(
                         "experts.experts", f"experts.local_experts.{expert}"
                     )
                     arrays[role, own] = bits(tensor[layer, expert])
             elif name.startswith("decoder.layers.") and not name.split(".")[2].isdecimal():
-                for layer in range(2):
+                for layer in range(len(tensor)):
                     arrays[role, name.replace("layers.", f"layers.{layer}.")] = bits(tensor[layer])
             else:
                 arrays[role, name] = bits(tensor)
@@ -103,13 +105,13 @@ def test_healthy_runs_are_silent_at_every_level(run, level):
     assert not found.findings
     assert not found.unrecognised
     assert {step.state.format for step in found.steps} == {"megatron-dist"}
-    assert level is Level.NAMES or found.last_good.step == 4
+    assert level is Level.NAMES or found.last_good.step == int(STEPS.get(run, STEP)[-1])
 
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run != "dp2_dp_reshardable"])
 def test_masters_round_to_weights_and_moments_are_bounded(run):
     judged = audited(objects_of(FIXTURES / run)).steps[-1].judgements
-    num_parameters = len(by_name(read(LocalStore(FIXTURES / run / STEP))))
+    num_parameters = len(by_name(read(LocalStore(FIXTURES / run / STEPS.get(run, STEP)))))
     for identifier in ("CST001", "OPT011"):
         assert judged[identifier].num_holds == num_parameters, identifier
         assert not judged[identifier].undetermined
@@ -157,12 +159,12 @@ def test_mesh_and_coordinates_follow_args_and_the_writers():
 
 def test_what_is_replicated_is_undetermined_because_it_is_stored_once():
     def once(run):
-        return Counter(t.stored_once for t in by_name(read(LocalStore(FIXTURES / run / STEP))).values())
+        return Counter(t.stored_once for t in by_name(read(LocalStore(FIXTURES / run / STEPS.get(run, STEP)))).values())
 
     assert once("tp1") == {(): 20}
     assert once("tp2") == {("tp",): 11, (): 9}
     assert once("tp2_pp2") == {("tp",): 11, (): 8, ("pp",): 1}
-    assert once("ep2") == {("ep",): 19, (): 16}
+    assert once("ep2") == {("ep",): 8, (): 8}
     judged = audited(objects_of(FIXTURES / "tp2")).steps[-1].judgements["REP001"]
     assert (judged.num_holds, [*judged.undetermined]) == (
         0, ["stored once along tp: other replicas are not on disk"],
@@ -204,7 +206,7 @@ def test_experts_are_tensors_of_their_own():
     names = {name for name in tensors if ".experts." in name}
     assert names == {
         f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.{part}.weight"
-        for layer in range(2) for expert in range(4) for part in ("linear_fc1", "linear_fc2")
+        for layer in range(1) for expert in range(4) for part in ("linear_fc1", "linear_fc2")
     }  # fmt: skip
 
 
