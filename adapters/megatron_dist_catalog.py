@@ -61,11 +61,11 @@ class MegatronDistReading(DcpReading):
         placing = DistPlacing(self.builder, source, ranks, self._coordinate)
         placing.add_all()
         self.opaque.update(placing.unknown)
+        for message in lost_objects(source.index.objects):
+            self._problem(ProblemKind.METADATA, source.path, message)
         for where, flaw in self.flaws:
             if flaw.overlaps or not placing.num_missing:
                 self._problem(ProblemKind.METADATA, where.path, flaw.message)
-        for message in lost_objects(source.index.objects):
-            self._problem(ProblemKind.METADATA, source.path, message)
         record_common(self.builder, self.store, join(self.files.path, COMMON), self.recorded, source)
         return self._built(step, format_name)
 

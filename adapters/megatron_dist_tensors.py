@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from auditor.adapters.adapter import MAX_RANKS
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.dcp_sources import Source
 from auditor.adapters.dcp_tensors import COMPRESSED
@@ -29,6 +28,8 @@ RANK = "rank"
 _TIED = "embedding.word_embeddings.weight"
 _BUCKET = "it is a buffer of the distributed optimizer; which parameters lie where in it is not recorded"
 _OTHER_SHAPE = "it is stored in another shape than its parameter"
+MIN_TENSORS, PER_PART = 1 << 19, 64
+"""How many tensors and pieces stacked arrays may give: so many, and so many more for each stored part."""
 _PARAMETER_ALIGNMENT = 64
 """Elements at which parameters begin in such a buffer; between them lies what was never written."""
 
@@ -90,6 +91,8 @@ class DistPlacing:
         """Dtypes that are not known here."""
         self.num_missing = 0
         """Parts that the index describes and places nowhere."""
+        self.budget = MIN_TENSORS + PER_PART * source.index.num_items
+        """Tensors and pieces that stacks may still give."""
         self._orders: dict[str, int] = {}
         self._places: dict[int, tuple[int, Coordinate]] = {}
 
@@ -131,13 +134,23 @@ class DistPlacing:
             shape, parts = (owner.shape, found) if found else (shape, held)
             doubt = doubt or ("" if found else _OTHER_SHAPE)
         how = cut(what.parameter, self.keys, fused=self.ranks.fused)
-        leading = shape[: how.num_leading]
-        if not doubt and (len(leading) < how.num_leading or math.prod(leading) > min(MAX_RANKS, 64 * (1 + len(held)))):
-            doubt = "it has more layers than parts are stored"
+        doubt = doubt or self._too_many(shape, how.num_leading, parts)
         if doubt:
             self._add_whole(key, what, tensor, dtype, held, doubt)
         else:
             self._add_cut(key, what, how, shape, dtype, parts)
+
+    def _too_many(self, shape: tuple[int, ...], lead: int, parts: list[_Held]) -> str:
+        """Why an array is not cut: an index that lies about its layers would make millions of them."""
+        if len(shape) < lead:
+            return "it has too few dims to number layers or experts"
+        wanted = math.prod(shape[:lead])
+        for one in parts:
+            wanted += math.prod(min(one.region.shape[dim], shape[dim]) for dim in range(lead))
+        if wanted > self.budget:
+            return "it has more layers than parts are stored"
+        self.budget -= wanted
+        return ""
 
     def _add_cut(
         self, key: str, what: Key, how: Cut, stacked: tuple[int, ...], dtype: DType, held: list[_Held]
@@ -161,7 +174,7 @@ class DistPlacing:
             start, stop = one.region.start, one.region.stop
             box = Box(start[lead:], stop[lead:]).shifted(shift)
             strides = self.source.contents.strides.get(one.row) or c_strides(one.region.shape)
-            for number in each(start[:lead], stop[:lead]):
+            for number in each(start[:lead], tuple(map(min, stop[:lead], stacked))):
                 if number in numbers:
                     skipped = one.skipped + sum((n - a) * s for n, a, s in zip(number, start, strides, strict=False))
                     self._piece(numbers[number], one.row, box, key, strides[lead:], skipped * dtype.bits // 8)

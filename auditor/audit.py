@@ -22,7 +22,7 @@ from auditor.invariants.registry import invariants, select
 from auditor.model.catalog import Catalog, FileState, Role
 from auditor.model.finding import Finding, Judgement
 from auditor.model.observation import Observations, unobserved
-from auditor.model.run import Commit, PointerState, RunState, StepEvidence, decide_commits, step_state
+from auditor.model.run import Commit, PointerState, RunState, StepEvidence, decide_commits, step_state, with_content
 from auditor.model.waiver import apply_baseline, apply_waivers
 from auditor.observe.checksums import verify_checksums
 from auditor.observe.difference import measure_differences
@@ -227,6 +227,7 @@ class _Audit:
                 return StepReport(state, Level.NAMES, {}, {}, mesh=full.mesh)
         report.mesh = full.mesh
         observations = self.observe(catalog, level, folder.path)
+        state = with_content(state, catalog, observations)
         self.count(report.coverage, full, catalog, observations)
         named = source.match.named_step
         evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers, named)

@@ -34,6 +34,7 @@ taken. More than 8 GiB are refused in any case."""
 MAX_STACK = 100_000
 """Writers put a thousand items at a time into a dictionary."""
 MAX_EXTENT = 1 << 62
+_MEGATRON = "megatron.core.dist_checkpointing."
 _MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
 """Where the classes are, and where some of them were before torch 2.3."""
 
@@ -220,7 +221,10 @@ class _Machine(PickleMachine):
             return "path"
         if (module, name) == ("torch.serialization", "_get_layout"):
             return "inert"
-        if not module.startswith(_MODULES):
+        if module.startswith(_MEGATRON):
+            # Some versions of megatron-core have subclasses, with what they need themselves besides.
+            name = name.removeprefix("MCore")
+        elif not module.startswith(_MODULES):
             return ""
         if name in ("_MEM_FORMAT_ENCODING", "WriteItemType", "MEM_FORMAT_ENCODING"):
             return "inert"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from auditor.invariants.invariant import Invariant, Needs
-from auditor.invariants.recorded import RecordedGroups, number
+from auditor.invariants.motion_expected import ExpectedMotion
 from auditor.invariants.related import (
-    MOMENTS,
     Collected,
     Seen,
     by_role,
@@ -22,9 +20,8 @@ from auditor.invariants.related import (
 from auditor.model.catalog import Catalog, Role
 from auditor.model.dtype import FLOAT32, Kind
 from auditor.model.finding import Judgement, LikelyCause, Severity, Violation
-from auditor.model.optimizer import ParameterGroup
 from auditor.model.pairing import Pairing, PairKind, PairResult
-from auditor.model.run import StepEvidence, optimizer_step
+from auditor.model.run import StepEvidence
 
 # CST001: weights are their masters, rounded
 
@@ -148,27 +145,20 @@ _LOW_BITS = {"bfloat16": 0xFFFF, "float16": 0x1FFF}
 """Bits of a float32 that are zero in every number that the narrower dtype holds."""
 _FEWEST = 1024
 """Elements that aren't zero: of fewer, nothing is said."""
-_MARGIN = 16.0
-"""How far the predicted motion must be above the round-off of the largest weight for its absence to mean anything."""
 
 
 def float32_is_used(evidence: StepEvidence) -> Judgement:
     """Masters and second moments stored in float32 use its low bits once they were updated."""
     catalog = evidence.catalog
     found = Collected()
-    whole, roles, groups = seen_whole(catalog, evidence.observations), by_role(catalog), RecordedGroups(catalog)
+    whole, roles, expected = seen_whole(catalog, evidence.observations), by_role(catalog), ExpectedMotion(evidence)
     masters = {**roles[Role.PARAMETER], **roles[Role.MASTER]}
-    steps = optimizer_step(catalog)
-    # The first may have been taken at a learning rate of zero.
-    few = "fewer than two optimizer steps were taken" if (catalog.step if steps is None else steps) < 2 else ""
     for name, second in roles[Role.SECOND_MOMENT].items():
         if catalog.tensors[second].dtype == FLOAT32:
             _judge_bits(evidence, found, second, whole, "")
         master = masters.get(name)
         if master is not None and catalog.tensors[master].dtype == FLOAT32:
-            moments = [whole.get(roles[role].get(name, -1)) for role in MOMENTS]
-            reason = few or _why_unmoved(groups.of(name), moments, whole.get(master))
-            _judge_bits(evidence, found, master, whole, reason)
+            _judge_bits(evidence, found, master, whole, expected.why_unmoved(name, whole.get(master)))
     if not roles[Role.SECOND_MOMENT]:
         found.not_applicable["no second moments are stored, which tell whether a weight was trained"] += 1
     return found.judgement()
@@ -190,24 +180,6 @@ def _judge_bits(evidence: StepEvidence, found: Collected, tensor: int, whole: Ma
         message = f"{what.name} ({what.role.value.replace('_', ' ')}) is {detail}"
         location = of_tensor(evidence, tensor, seen.num_elements, detail)
         found.violations.append(Violation(what.name, (location,), message))
-
-
-def _why_unmoved(groups: Sequence[ParameterGroup], moments: Sequence[Seen | None], seen: Seen | None) -> str:
-    """Why a master may still be what it was made of; empty where the optimizer must have moved it.
-
-    A step moves some element by about lr * |m| / (sqrt(v) + eps), with m the largest first moment and v the largest
-    second; bias correction at worst quarters it.
-    """
-    first, second = moments
-    if first is None or second is None or seen is None:
-        return "its moments were not read"
-    rates = [number(group.hyperparameters.get("lr")) for group in groups]
-    if not rates or any(rate is None for rate in rates):
-        return "no learning rate is recorded"
-    epsilons = [number(group.hyperparameters.get("eps")) or 1e-8 for group in groups]
-    rate = min(rate for rate in rates if rate is not None)
-    motion = rate * first.largest / (math.sqrt(max(second.maximum, 0.0)) + max(epsilons))
-    return "" if motion > _MARGIN * 2.0**-24 * seen.largest else "its steps may have been below rounding"
 
 
 INVARIANTS = (
@@ -242,7 +214,8 @@ INVARIANTS = (
         source="OpenTau#184; pytorch/pytorch#43706; NVIDIA/apex#1842",
         example="3.mlp.dense_h_to_4h.weight (master) is stored as float32, but every number is one of bfloat16",
         misses="Tensors with fewer than 1024 elements that aren't zero; masters that were rounded and have taken a "
-               "step since; runs that record neither steps nor learning rate.",
+               "step since; runs that record neither steps nor learning rate; the first eight optimizer steps, and the "
+               "first thousand where the learning rate follows a schedule of torch's (it may have begun at zero).",
         hint="Look whether masters were rebuilt from low-precision weights, or state was cast to the parameters' dtype "
              "on load.",
         needs=Needs.WEIGHTS, judge_step=float32_is_used, one_fault=True,

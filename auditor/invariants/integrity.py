@@ -5,7 +5,7 @@ from __future__ import annotations
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.model.catalog import WITHHELD, Catalog, FileState, ProblemKind, Scalar
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
-from auditor.model.run import StepEvidence, counters_of_files, optimizer_step
+from auditor.model.run import StepEvidence, counters_of_files, counters_that_go_together, optimizer_step
 
 
 def base_name(path: str) -> str:
@@ -71,7 +71,7 @@ def steps_agree(evidence: StepEvidence) -> Judgement:
     """Every file that records a step records this one."""
     catalog = evidence.catalog
     counters = [scalar for scalar in catalog.scalars if scalar.name == "global_steps"]
-    counters += counters_of_files(catalog)
+    counters += counters_that_go_together(catalog)
     usual = optimizer_step(catalog)
     odd: dict[str, Location] = {}
     for scalar in counters:
@@ -81,7 +81,12 @@ def steps_agree(evidence: StepEvidence) -> Judgement:
     violations = tuple(
         Violation(catalog.within(file), (at,), f"{catalog.within(file)} {at.detail}") for file, at in odd.items()
     )
-    return Judgement(len({scalar.file for scalar in counters}) - len(odd), violations)
+    apart = {scalar.file for scalar in counters_of_files(catalog)} - {scalar.file for scalar in counters}
+    reason = "its parameters were not all updated in every step, so that it has no one count to compare"
+    return Judgement(
+        len({scalar.file for scalar in counters}) - len(odd), violations,
+        not_applicable={reason: len(apart)} if apart else {},
+    )  # fmt: skip
 
 
 def _odd_step(catalog: Catalog, scalar: Scalar, wanted: float) -> Location:
@@ -161,7 +166,8 @@ INVARIANTS = (
         source="deepspeedai/DeepSpeed#5289; hiyouga/LlamaFactory#655",
         example="…_mp_rank_00_optim_states.pt is the state of optimizer step 200, the checkpoint's is 300",
         misses="Layer files: they record no step. One on some ranks shows as REP001; on all ranks only against its "
-               "masters or the steps before and after.",
+               "masters or the steps before and after. Where counters of single parameters differ within any file "
+               "(dropped layers, experts without a token), files that count so: OPT003 compares their parameters.",
         hint="Restore the file from this step's save, or resume from the last good step.",
         judge_step=steps_agree,
     ),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from auditor.invariants.integrity import TORN, base_name
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.model.finding import Judgement, Location, Severity, Violation
+from auditor.model.observation import same_content
 from auditor.model.run import Commit, PointerState, RunState, StepState
 
 SETTLED = 3
@@ -90,24 +91,71 @@ def steps_were_finished(run: RunState) -> dict[int, Judgement]:
 
 
 def optimizer_states_advance(run: RunState) -> dict[int, Judgement]:
-    """No two saved steps hold the optimizer state of one optimizer step."""
-    counted = [(state, state.optimizer_step) for state in run.steps if state.optimizer_step is not None]
-    first: dict[float, StepState] = {}
-    repeated = []
-    for at, (state, number) in enumerate(counted):
-        fell = at > 0 and number < counted[at - 1][1]
-        if fell and at + 1 < len(counted) and 0 < counted[at + 1][1] - number <= counted[at + 1][0].step - state.step:
-            # The next save goes on from here: the optimizer began anew, and counts may come again.
-            first.clear()
-        known = first.setdefault(number, state)
-        if state.moved and known.step != state.step and known.moved:
-            message = f"its optimizer state is that of optimizer step {number:g}, as in step {known.step}"
-            locations = tuple(Location(state.step, file, detail=message) for file in state.optimizer_files)
-            found = replace(_at(state, called(state), f"{called(state)}: {message}"), locations=locations)
-            # At the end of a run nothing tells yet whether an optimizer that is behind began anew.
-            doubtful = fell and at + 1 == len(counted)
-            repeated.append((state, replace(found, severity=Severity.WARNING) if doubtful else found))
+    """No two saved steps with different parameters hold the moments of one optimizer step."""
+    counted = [state for state in run.steps if state.optimizer_step is not None]
+    earlier: dict[tuple[float | None, str], list[StepState]] = {}
+    repeated, since = [], 0
+    for at, state in enumerate(counted):
+        if _began_anew(counted, at):
+            since = state.step
+        known = earlier.setdefault((state.optimizer_step, state.counters), [])
+        found = _with_its_state(state, known, since) if state.moved else None
+        if found:
+            repeated.append((state, found))
+        known.append(state)
     return _per_step(run, repeated)
+
+
+def _began_anew(counted: Sequence[StepState], at: int) -> bool:
+    """Whether the optimizer counts less than in the save before, and the save after it goes on from there."""
+    if not 0 < at < len(counted) - 1:
+        return False
+    before, state, after = (counted[near].optimizer_step or 0.0 for near in (at - 1, at, at + 1))
+    return state < before and 0 < after - state <= counted[at + 1].step - counted[at].step
+
+
+def _with_its_state(state: StepState, known: Sequence[StepState], since: int) -> Violation | None:
+    """What is wrong with a save whose counters are all those of earlier ones, ``known``; None where nothing is.
+
+    Between two saves no update may have been made (skipped steps, accumulated gradients): parameters are the same
+    then. An optimizer that began anew has other moments. Where that was not read the counters are a suspicion, but
+    only with saves ``since`` the step in which it seems to have begun anew.
+    """
+    certain, suspected = list[StepState](), list[StepState]()
+    for other in known:
+        moments = same_content(other.moments, state.moments)
+        unmoved = same_content(other.updated, state.updated)
+        if unmoved or same_content(other.parameters, state.parameters):
+            return None
+        if other.step == state.step or not other.moved or moments is False:
+            continue
+        if moments and unmoved is False:
+            certain.append(other)
+        elif other.step >= since and not _all_skipped(other, state):
+            suspected.append(other)
+    if certain:
+        message = f"its optimizer state is that of optimizer step {state.optimizer_step:g}"
+        return _of_optimizer(state, f"{message}, as in step {certain[0].step}")
+    if suspected:
+        message = (
+            f"its optimizer counts {state.optimizer_step:g} steps, as in step {suspected[0].step}: it took none since, "
+            "or its state is of that save; which, shows where moments and their parameters are read (--level values)"
+        )
+        return replace(_of_optimizer(state, message), severity=Severity.WARNING)
+    return None
+
+
+def _all_skipped(before: StepState, state: StepState) -> bool:
+    """Whether it is recorded why no update was made between two saves."""
+    if state.num_skipped - before.num_skipped >= state.step - before.step:
+        return True
+    # A scale falls where steps are skipped, and stays or grows else.
+    return before.loss_scale is not None and state.loss_scale is not None and state.loss_scale < before.loss_scale
+
+
+def _of_optimizer(state: StepState, message: str) -> Violation:
+    locations = tuple(Location(state.step, file, detail=message) for file in state.optimizer_files)
+    return replace(_at(state, called(state), f"{called(state)}: {message}"), locations=locations)
 
 
 def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
@@ -220,14 +268,16 @@ INVARIANTS = (
     ),
     Invariant(
         "INT011", "optimizer-state-repeats", Severity.ERROR,
-        statement="The optimizer's own counter is another one in every saved step, unless the optimizer began anew "
-                  "and counts on from there.",
+        statement="Two saved steps with different parameters don't have the same moments and the same counters of "
+                  "optimizer steps. Where moments were not read, counters that all repeat are a warning, unless the "
+                  "file records that steps were skipped. Legal are equal counters with equal parameters (no update "
+                  "was made between the saves) or with other moments (the optimizer began anew).",
         rationale="A step whose optimizer files are all those of an earlier save: weights and moments don't belong "
                   "together, and every file fits every other.",
         source="deepspeedai/DeepSpeed#5289; hiyouga/LlamaFactory#655",
         example="global_step300: its optimizer state is that of optimizer step 200, as in step 200",
-        misses="Optimizer files of a step that was not saved, or is not among those looked at. In the newest step, "
-               "files of an earlier save than the one before are a warning: the optimizer may have begun anew.",
+        misses="Optimizer files of a step that was not saved, or is not among those looked at; a step that is a copy "
+               "of another as a whole; optimizers that don't count.",
         hint="Restore the optimizer files of this step, or resume from the last good step.",
         judge_run=optimizer_states_advance, needs=Needs.HEADERS,
     ),

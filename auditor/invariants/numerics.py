@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
+from numpy.typing import NDArray
 
 from auditor.invariants.invariant import Invariant, Needs
+from auditor.invariants.motion_expected import ExpectedMotion
+from auditor.invariants.optimizer_state import KeptState, plain
 from auditor.invariants.related import Collected, Seen, layer, of_tensor, seen_whole, siblings, why_unread
 from auditor.model.catalog import Role, Tensor
 from auditor.model.dtype import Kind
@@ -22,22 +26,39 @@ def values_are_finite(evidence: StepEvidence) -> Judgement:
     catalog, seen = evidence.catalog, evidence.observations.pieces
     violations, num_holds = [], 0
     unread: list[str] = []
+    kept = KeptState(catalog)
     for number, rows in catalog.rows_by_tensor.items():
         tensor = catalog.tensors[number]
         if tensor.role is Role.PADDING:
             continue
         bad = rows[(seen["num_nan"][rows] > 0) | (seen["num_infinite"][rows] > 0)]
         if len(bad):
-            locations = tuple(_location(evidence, int(row)) for row in bad)
-            total = int((seen["num_nan"][bad] + seen["num_infinite"][bad]).sum())
-            message = f"{tensor.name} ({tensor.role.value}) holds {total} numbers that are not finite"
-            violations.append(Violation(tensor.name, locations, message))
+            violations.append(_not_finite(evidence, number, bad, kept))
         elif np.all(seen["read"][rows] == Read.DONE):
             num_holds += 1
         else:
             unread.append(tensor.name)
     reason = evidence.unread or "some of its bytes were not read"
     return Judgement(num_holds, tuple(violations), {reason: tuple(unread)} if unread else {})
+
+
+def _not_finite(evidence: StepEvidence, number: int, bad: NDArray[np.int64], kept: KeptState) -> Violation:
+    """What a tensor holds that is no number, in the replica that holds most."""
+    catalog, seen = evidence.catalog, evidence.observations.pieces
+    tensor, places = catalog.tensors[number], catalog.replicas[number]
+    counts = np.zeros(len(places), np.int64)
+    np.add.at(counts, catalog.pieces.replica[bad], (seen["num_nan"] + seen["num_infinite"])[bad].astype(np.int64))
+    worst, num_bad = int(counts.argmax()), int((counts > 0).sum())
+    total = int(counts[worst])
+    where = f" on {places[worst]}" if num_bad < len(places) else ""
+    where += f" ({num_bad} of {len(places)} replicas)" if 1 < num_bad < len(places) else ""
+    what = "1 number that is not finite" if total == 1 else f"{total} numbers that are not finite"
+    message = f"{tensor.name} ({tensor.role.value}) holds {what}{where}"
+    # Masks, ranges that nothing was seen of, a best loss so far: infinite on purpose, and no optimizer has them.
+    aside = tensor.role is Role.PARAMETER and kept.trained and plain(tensor.name) not in kept.trained
+    infinite = (aside or tensor.role is Role.BUFFER) and not seen["num_nan"][bad].any()
+    severity = Severity.NOTE if infinite else None
+    return Violation(tensor.name, tuple(_location(evidence, int(row)) for row in bad), message, severity=severity)
 
 
 def _location(evidence: StepEvidence, row: int) -> Location:
@@ -59,7 +80,7 @@ _UNDERFLOWN = 2.0**-100
 _STARTS_AT_ZERO = re.compile("lora_|adapter|zero_conv", re.IGNORECASE)
 """Names of what is zero by design until it is trained."""
 _ADDS_TO_STREAM = re.compile(
-    r"(?:^|[./])(?:o_proj|out_proj|c_proj|down_proj|dense|dense_4h_to_h|linear_proj|linear_fc2|fc2|wo|w2)[./]weight$"
+    r"(?:^|[./])(?:o_proj|out_proj|c_proj|down_proj|proj|fc_out|dense|dense_4h_to_h|linear_proj|linear_fc2|fc2|wo|w2)[./]weight$"
 )
 """Projections whose zeros make a block add nothing: models are made deeper so."""
 
@@ -90,13 +111,13 @@ def _is_matrix(tensor: Tensor) -> bool:
 
 def weights_are_not_collapsed(evidence: StepEvidence) -> Judgement:
     """No matrix is all zero or one value where its siblings in other layers aren't, and none is all denormals."""
-    found = Collected()
+    found, expected = Collected(), ExpectedMotion(evidence)
     for family, whole in _judged(evidence, found):
         constant = [number for number in family if whole[number].minimum == whole[number].maximum]
         for number in family:
             seen = whole[number]
             if number in constant:
-                _judge_constant(evidence, found, number, seen, (len(constant), len(family)))
+                _judge_constant(evidence, found, number, seen, (len(constant), len(family)), expected)
             elif seen.largest < _UNDERFLOWN:
                 detail = f"no number is beyond {seen.largest:.2g}"
                 found.violations.append(_collapsed(evidence, number, detail, detail))
@@ -107,7 +128,8 @@ def weights_are_not_collapsed(evidence: StepEvidence) -> Judgement:
 
 
 def _judge_constant(
-    evidence: StepEvidence, found: Collected, number: int, seen: Seen, counts: tuple[int, int]
+    evidence: StepEvidence, found: Collected, number: int, seen: Seen, counts: tuple[int, int],
+    expected: ExpectedMotion,
 ) -> None:  # fmt: skip
     """A matrix of one value, of which there are ``counts[0]`` among ``counts[1]`` siblings."""
     name, others = evidence.catalog.tensors[number].name, counts[1] - counts[0]
@@ -117,7 +139,9 @@ def _judge_constant(
         found.unknown("all its elements are equal, and not enough siblings' aren't", name)
     else:
         detail = f"all elements are {seen.minimum:g}"
-        found.violations.append(_collapsed(evidence, number, detail, f"{detail}, those of {others} siblings aren't"))
+        violation = _collapsed(evidence, number, detail, f"{detail}, those of {others} siblings aren't")
+        idle = seen.num_nonzero == 0 and _ADDS_TO_STREAM.search(name) and expected.why_unmoved(name, seen)
+        found.violations.append(replace(violation, severity=Severity.NOTE if idle else None))
 
 
 def _collapsed(evidence: StepEvidence, number: int, detail: str, text: str) -> Violation:
@@ -181,7 +205,8 @@ INVARIANTS = (
     Invariant(
         "NUM001", "not-finite", Severity.ERROR,
         statement="Every element of every parameter, master, moment and buffer is a finite number. Padding of flat "
-                  "buffers is left out: it is uninitialised in healthy runs.",
+                  "buffers is left out: it is uninitialised in healthy runs. A note where a buffer, or a tensor that "
+                  "the optimizer was not given, is infinite and not NaN: masks and ranges begin so.",
         rationale="A NaN in a weight spreads to everything; one in a moment does so at the next step.",
         source="ultralytics/ultralytics#24307; NVIDIA/nvidia-resiliency-ext#349",
         example="4.mlp.dense_4h_to_h.weight (second_moment) holds 3 numbers that are not finite",
@@ -194,7 +219,8 @@ INVARIANTS = (
     Invariant(
         "NUM002", "weights-collapsed", Severity.WARNING,
         statement="No matrix of 64 or more elements is all zero or all one value while most of its siblings (the same "
-                  "name in other layers) aren't, and none holds only numbers below 2**-100.",
+                  "name in other layers) aren't, and none holds only numbers below 2**-100. A note where it is one "
+                  "projection into the stream, of zeros, that the optimizer need not have moved: blocks may begin so.",
         rationale="The weights were lost on the way: a buffer was saved before it was filled, or an export wrote "
                   "zeros.",
         source="NVIDIA/Megatron-LM#1570; deepspeedai/DeepSpeed#6791",

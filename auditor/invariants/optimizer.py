@@ -19,7 +19,7 @@ from auditor.model.catalog import Catalog, Role, Scalar, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
 from auditor.model.optimizer import ParameterGroup
-from auditor.model.run import StepEvidence, optimizer_step
+from auditor.model.run import StepEvidence, files_of_another_step
 
 _SAME_ALONG = frozenset({"dp", "edp", "cp", "tp"})
 """Axes along which ranks run one optimizer; other stages and experts may have groups of their own."""
@@ -76,11 +76,11 @@ def ranks_count_alike(evidence: StepEvidence) -> Judgement:
     by_file = _counters(catalog)
     if not by_file:
         return Judgement(not_applicable={_NO_COUNTERS: 1})
-    usual, tensors = optimizer_step(catalog), _tensors(catalog)
+    stale, tensors = files_of_another_step(catalog), _tensors(catalog)
     cells: dict[tuple[str, Coordinate], list[Scalar]] = defaultdict(list)
-    for counters in by_file.values():
+    for file, counters in by_file.items():
         # A file whose counters are another save's altogether is INT005's.
-        if usual is None or _usual(scalar.value for scalar in counters) == usual:
+        if file not in stale:
             for scalar in counters:
                 cells[plain(scalar.tensor), _apart(scalar.coordinate)].append(scalar)
     violations = [*_uncounted(catalog, by_file)]

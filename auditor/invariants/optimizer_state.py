@@ -233,7 +233,9 @@ def moments_are_complete(evidence: StepEvidence) -> Judgement:
                 violations.append(found)
         elif lost := _on_some_ranks(kept, name, have):
             if kept.split:
-                undetermined.setdefault("its state is split over ranks, which other ranks need not hold", []).append(name)
+                undetermined.setdefault("its state is split over ranks, which other ranks need not hold", []).append(
+                    name
+                )
             else:
                 violations.append(lost)
         else:

@@ -14,6 +14,7 @@ from auditor.invariants import (
     metadata,
     numerics,
     optimizer,
+    optimizer_records,
     optimizer_twins,
     optimizer_values,
     replica,
@@ -23,8 +24,8 @@ from auditor.invariants import (
 from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
-    integrity, integrity_runs, coverage, metadata, replica, cast, optimizer, optimizer_values, optimizer_twins,
-    numerics, tying, security, configuration,
+    integrity, integrity_runs, coverage, metadata, replica, cast, optimizer, optimizer_records, optimizer_values,
+    optimizer_twins, numerics, tying, security, configuration,
 )  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +98,50 @@ class Observations:
 def unobserved(catalog: Catalog) -> Observations:
     """Observations of a checkpoint of which no weights were read."""
     return Observations(np.zeros(len(catalog.pieces), OBSERVED))
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A digest of what some tensors hold, by which two steps are compared after their observations are gone."""
+
+    tensors: str
+    """Digest of the tensors' roles and names: contents of other tensors are not compared."""
+    digest: str
+
+
+def contents(catalog: Catalog, observations: Observations, tensors: Iterable[int]) -> tuple[Content, ...]:
+    """What those of ``tensors`` hold that were read whole; then those alone that are stored more than once.
+
+    The latter are all that is read at level ``replicas``, so that steps read at different levels have something in
+    common. A tensor's lowest replica speaks for it. Empty where nothing was read.
+    """
+    wanted = sorted(tensors, key=lambda number: (catalog.tensors[number].role.value, catalog.tensors[number].name))
+    lanes: dict[int, _Lanes] = {}
+    for (number, _), found in sorted(_totals(catalog, observations, wanted).items()):
+        lanes.setdefault(number, found)
+    read = [number for number in wanted if number in lanes]
+    chosen = (read, [number for number in read if len(catalog.replicas[number]) > 1])
+    return tuple(
+        Content(
+            _hashed((catalog.tensors[number].role.value, catalog.tensors[number].name) for number in numbers),
+            _hashed(lanes[number] for number in numbers),
+        )
+        for numbers in chosen
+        if numbers
+    )
+
+
+def _hashed(items: Iterable[object]) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for item in items:
+        found.update(repr(item).encode())
+    return found.hexdigest()
+
+
+def same_content(one: Sequence[Content], other: Sequence[Content]) -> bool | None:
+    """Whether the same tensors hold the same in two steps; None where no tensors were read in both."""
+    known = {content.tensors: content.digest for content in one}
+    return next((known[content.tensors] == content.digest for content in other if content.tensors in known), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from auditor.model.catalog import Catalog, FileState, Scalar
-from auditor.model.observation import Observations
+from auditor.model.catalog import Catalog, FileState, Role, Scalar
+from auditor.model.observation import Content, Observations, contents
+
+_MOMENTS = frozenset({Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT})
 
 
 class Commit(enum.Enum):
@@ -34,10 +37,23 @@ class StepState:
     commit: Commit = Commit.COMMITTED
     optimizer_step: float | None = None
     """The optimizer's own counter, as most files record it."""
+    counters: str = ""
+    """Digest of all its counters, where it counts for each parameter: they need not go on together."""
     optimizer_files: tuple[str, ...] = ()
     """Files that record it."""
     moved: bool = True
     """Whether the optimizer has taken steps at all: a run may have been saved before its first."""
+    num_skipped: float = 0.0
+    """Steps that were skipped so far because gradients overflowed, as far as that is recorded."""
+    loss_scale: float | None = None
+    """By which gradients are multiplied, where it is recorded; a skipped step may lower it."""
+    moments: tuple[Content, ...] = ()
+    """What was read of the moments; of the fp32 masters where the optimizer keeps no moments."""
+    updated: tuple[Content, ...] = ()
+    """What was read of the parameters that the optimizer is known to update. Others move without it: averages of
+    weights, target networks."""
+    parameters: tuple[Content, ...] = ()
+    """What was read of all parameters."""
     num_ranks: int = 1
     """Of the mesh."""
     ranks_counted: bool = False
@@ -80,20 +96,44 @@ class StepEvidence:
 def step_state(catalog: Catalog, modified: float) -> StepState:
     """The state of a step just read; what is committed is decided over the run."""
     missing = tuple(file.name for file in catalog.files if file.state is FileState.MISSING)
-    skipped = max((scalar.value for scalar in catalog.scalars if scalar.name == "skipped_steps"), default=0.0)
+    skipped = num_skipped(catalog)
     return StepState(
         catalog.step, catalog.path, catalog.format, not missing, missing, modified,
-        optimizer_step=optimizer_step(catalog), moved=catalog.step > skipped == 0,
+        optimizer_step=optimizer_step(catalog), counters=_digest_of_counters(catalog), moved=catalog.step > skipped,
+        num_skipped=skipped,
+        loss_scale=max((scalar.value for scalar in catalog.scalars if scalar.name == "loss_scale"), default=None),
         optimizer_files=tuple(sorted({scalar.file for scalar in counters_of_files(catalog)})),
         num_ranks=catalog.mesh.num_ranks, ranks_counted=catalog.ranks_counted,
     )  # fmt: skip
 
 
+def with_content(state: StepState, catalog: Catalog, observations: Observations) -> StepState:
+    """The state with the contents of what was read; as it is where files changed meanwhile."""
+    if observations.changed:
+        return state
+    roles = [tensor.role for tensor in catalog.tensors]
+    kept = _MOMENTS if _MOMENTS.intersection(roles) else {Role.MASTER}
+    moments = [number for number, role in enumerate(roles) if role in kept]
+    names = {catalog.tensors[number].name for number in moments}
+    parameters = [number for number, role in enumerate(roles) if role is Role.PARAMETER]
+    updated = [number for number in parameters if catalog.tensors[number].name in names]
+    return replace(
+        state,
+        moments=contents(catalog, observations, moments),
+        updated=contents(catalog, observations, updated),
+        parameters=contents(catalog, observations, parameters),
+    )
+
+
+def num_skipped(catalog: Catalog) -> float:
+    """Steps that were skipped so far, as far as that is recorded."""
+    return max((scalar.value for scalar in catalog.scalars if scalar.name == "skipped_steps"), default=0.0)
+
+
 def optimizer_step(catalog: Catalog) -> float | None:
     """The optimizer's own counter as most of the files record it; the one that fits the step best where they tie."""
     counts = Counter(scalar.value for scalar in counters_of_files(catalog))
-    skipped = max((scalar.value for scalar in catalog.scalars if scalar.name == "skipped_steps"), default=0.0)
-    expected = catalog.step - skipped
+    expected = catalog.step - num_skipped(catalog)
     return max(counts, key=lambda value: (counts[value], -abs(value - expected)), default=None)
 
 
@@ -103,17 +143,58 @@ def counters_of_files(catalog: Catalog) -> tuple[Scalar, ...]:
     Where it counts for each parameter, that is the count which most of them have: single ones may be younger. Counters
     that their dtype keeps from going on say nothing.
     """
-    counting = [scalar for scalar in catalog.scalars if scalar.name == "optimizer_step" and not scalar.saturated]
-    found = [scalar for scalar in counting if not scalar.tensor]
+    found = [scalar for scalar in _counting(catalog) if not scalar.tensor]
+    found += [
+        replace(scalars[0], value=_usual(scalar.value for scalar in scalars), tensor="")
+        for scalars in _single_counters(catalog).values()
+    ]
+    return tuple(found)
+
+
+def counters_that_go_together(catalog: Catalog) -> tuple[Scalar, ...]:
+    """What of :func:`counters_of_files` must be the same in all files.
+
+    Where the counters of any one file differ, parameters are not all updated in each step (layers that are dropped,
+    experts without a token), and what files count for single parameters says nothing of the file as a whole.
+    """
+    single = _single_counters(catalog)
+    apart = any(len({scalar.value for scalar in scalars}) > 1 for scalars in single.values())
+    return tuple(scalar for scalar in counters_of_files(catalog) if not (apart and scalar.file in single))
+
+
+def files_of_another_step(catalog: Catalog) -> frozenset[str]:
+    """Files whose optimizer state is of another step than most files' is."""
+    usual = optimizer_step(catalog)
+    return frozenset(scalar.file for scalar in counters_that_go_together(catalog) if scalar.value != usual)
+
+
+def _counting(catalog: Catalog) -> list[Scalar]:
+    return [scalar for scalar in catalog.scalars if scalar.name == "optimizer_step" and not scalar.saturated]
+
+
+def _single_counters(catalog: Catalog) -> dict[str, list[Scalar]]:
+    """File to its counters of single parameters."""
     single: dict[str, list[Scalar]] = {}
-    for scalar in counting:
+    for scalar in _counting(catalog):
         if scalar.tensor:
             single.setdefault(scalar.file, []).append(scalar)
-    for scalars in single.values():
-        counts = Counter(scalar.value for scalar in scalars)
-        value = max(counts, key=lambda value: (counts[value], value))
-        found.append(replace(scalars[0], value=value, tensor=""))
-    return tuple(found)
+    return single
+
+
+def _digest_of_counters(catalog: Catalog) -> str:
+    """A digest of what most files count for each parameter; empty where none counts for single ones."""
+    values: dict[str, list[float]] = {}
+    for scalars in _single_counters(catalog).values():
+        for scalar in scalars:
+            values.setdefault(scalar.tensor, []).append(scalar.value)
+    counts = sorted((name, _usual(found)) for name, found in values.items())
+    return hashlib.blake2b(repr(counts).encode(), digest_size=16).hexdigest() if counts else ""
+
+
+def _usual(values: Iterable[float]) -> float:
+    """The most frequent value, the largest of several."""
+    counts = Counter(values)
+    return max(counts, key=lambda value: (counts[value], value))
 
 
 def decide_commits(

@@ -32,8 +32,10 @@ from auditor.storage.store import (
 )
 from auditor.storage.strided import view
 
-BUFFER_BYTES = 1 << 20
-"""One worker's buffer over all sides of a read: with the kernels' temporaries it stays inside a usual L2 cache."""
+BUFFER_BYTES = 4 << 20
+"""One worker's buffer over all sides of a read: so large that what a read costs besides its bytes hardly counts, so small
+that a buffer is still in cache when it is compared after it was measured (benchmarks/audit_speed.py: 1 MiB is slower by
+a fifth)."""
 MAX_GAP_BYTES = 4 << 10
 """Pieces closer than a page are read together: the page is read anyway, and reading costs less than another call."""
 

@@ -9,6 +9,7 @@ import pytest
 from auditor.invariants.registry import find
 from auditor.model.catalog import Tensor
 from auditor.model.dtype import BFLOAT16, DTYPES, FLOAT16, FLOAT32
+from auditor.model.catalog import Role
 from auditor.model.finding import Outcome, Severity
 from auditor.model.mesh import EVERYWHERE
 from auditor.model.observation import Read
@@ -275,8 +276,10 @@ def test_a_second_moment_that_is_secretly_of_low_precision():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"steps": 1}, "fewer than two optimizer steps were taken"),
-        ({"steps": None, "step_number": 1}, "fewer than two optimizer steps were taken"),
+        ({"steps": 7}, "fewer than 8 optimizer steps were taken"),
+        ({"steps": None, "step_number": 1}, "fewer than 8 optimizer steps were taken"),
+        ({"group": {**ADAM, "initial_lr": 1e-3}},
+         "the learning rate follows a schedule, which may have begun with steps at zero"),
         ({"group": {**ADAM, "lr": 0.0}}, "its steps may have been below rounding"),
         ({"group": {**ADAM, "lr": 1e-12}}, "its steps may have been below rounding"),
         ({"group": {"betas": (0.9, 0.999)}}, "no learning rate is recorded"),
@@ -284,12 +287,41 @@ def test_a_second_moment_that_is_secretly_of_low_precision():
         ({"m": np.full(SHAPE, 1e-18, np.float32), "v": np.full(SHAPE, 1e-36, np.float32)},
          "its steps may have been below rounding"),
     ],
-    ids=["first step", "no counter", "rate 0", "tiny rate", "no rate", "no group", "dead gradients"],
+    ids=["first steps", "no counter", "scheduled", "rate 0", "tiny rate", "no rate", "no group", "dead gradients"],
 )  # fmt: skip
 def test_masters_that_may_be_what_they_were_made_of(change, reason):
     found = optimizer(rounded(masters()), **change)
     assert not found.violations
     assert set(found.undetermined) == {reason}
+
+
+def test_a_schedule_has_moved_a_master_in_the_end():
+    assert only(optimizer(rounded(masters()), steps=1000, group={**ADAM, "initial_lr": 1e-3}))
+
+
+def test_the_largest_second_moment_of_amsgrad_counts():
+    """After one step of huge gradients the others move nothing."""
+    gradient = np.random.default_rng(3).normal(size=SHAPE).astype(np.float32) * np.float32(1e-4)
+    for with_largest in (True, False):
+        step = Step(steps_taken=100, group={**ADAM, "amsgrad": True})
+        step.add(NAME, MASTER, rounded(masters()))
+        step.moments(NAME, gradient * np.float32(0.1), np.square(gradient))
+        if with_largest:
+            step.add(f"{NAME}.max_exp_avg_sq", Role.MOMENT, np.square(gradient * np.float32(1e8)))
+        assert bool(step.judge("CST002").violations) is not with_largest
+
+
+def test_rectified_adam_does_not_move_masters_by_tiny_gradients_at_first():
+    torch = pytest.importorskip("torch")
+    weight = torch.nn.Parameter(torch.from_numpy(rounded(masters())))
+    optimizer_ = torch.optim.RAdam([weight], lr=1e-5)
+    for taken in range(1, 10):
+        weight.grad = torch.randn(SHAPE) * 1e-8
+        optimizer_.step()
+        step = Step(step=taken, steps_taken=taken, group={**ADAM, "lr": 1e-5})
+        step.add(NAME, PARAMETER, weight.detach().numpy().copy())
+        step.moments(NAME, *(optimizer_.state[weight][key].numpy() for key in ("exp_avg", "exp_avg_sq")))
+        assert not step.judge("CST002").violations, taken
 
 
 def test_a_first_step_at_a_rate_of_zero_by_torch_is_silent():

@@ -8,11 +8,11 @@ import pytest
 from auditor.invariants.related import by_role, layer, seen_replicas, siblings
 from auditor.model.catalog import Role
 from auditor.model.dtype import BFLOAT16, FLOAT32
-from auditor.model.finding import Outcome
+from auditor.model.finding import Outcome, Severity
 from auditor.model.mesh import EVERYWHERE
 from auditor.model.observation import Read
 from auditor.model.region import whole
-from tests.invariants.measured import MASTER, PARAMETER, Step, bits_of
+from tests.invariants.measured import ADAM, MASTER, PARAMETER, Step, bits_of
 
 SHAPE = (16, 8)
 
@@ -146,6 +146,64 @@ def test_layers_that_add_nothing_were_put_in_on_purpose():
 )
 def test_other_zeros_in_a_layer_were_not(zero):
     assert len(deepened(zero).judge("NUM002").violations) == 2 * len(zero)
+
+
+@pytest.mark.parametrize("name", ["attn.proj.weight", "mlp.fc2.weight", "self_attn.o_proj.weight"])
+def test_a_block_may_begin_by_adding_nothing(name):
+    """A note while the optimizer need not have moved it; a warning once it must have."""
+    assert only(model(np.zeros(SHAPE), name=name).judge("NUM002")).severity is Severity.NOTE
+    assert only(model(np.full(SHAPE, 0.5), name=name).judge("NUM002")).severity is None
+    for steps_taken, moment, severity in ((1, 1e-3, Severity.NOTE), (100, 0.0, Severity.NOTE), (100, 1e-3, None)):
+        step = Step(steps_taken=steps_taken)
+        for number in range(8):
+            step.add(f"layers.{number}.{name}", PARAMETER, weight(number) if number != 5 else np.zeros(SHAPE))
+            step.moments(f"layers.{number}.{name}", np.full(SHAPE, moment), np.full(SHAPE, moment**2))
+        assert only(step.judge("NUM002")).severity is severity
+
+
+# NUM001
+
+
+MASK = np.where(np.tri(8) > 0, 0.0, -math.inf)
+OVERFLOWN = np.where(np.eye(8) > 0, math.inf, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("values", "role", "group", "severity"),
+    [
+        (MASK, Role.BUFFER, None, Severity.NOTE),
+        (MASK, PARAMETER, None, Severity.NOTE),
+        (np.array(math.inf), PARAMETER, None, Severity.NOTE),
+        (np.full(8, -math.inf), PARAMETER, None, Severity.NOTE),
+        (OVERFLOWN, PARAMETER, ("other",), Severity.NOTE),
+        (OVERFLOWN, PARAMETER, ("odd",), None),
+        (MASK, PARAMETER, ("odd",), None),
+        (OVERFLOWN, PARAMETER, None, None),
+        (np.full((8, 8), math.inf), PARAMETER, None, None),
+        (OVERFLOWN, MASTER, ("other",), None),
+        (np.where(np.eye(8) > 0, math.nan, MASK), Role.BUFFER, None, None),
+        (np.array(math.nan), PARAMETER, ("other",), None),
+    ],
+)
+def test_infinity_on_purpose_is_a_note(values, role, group, severity):
+    step = Step(group=None)
+    if group:
+        step.group(ADAM, group)
+    step.add("odd", role, values)
+    step.add("other", PARAMETER, weight())
+    assert only(step.judge("NUM001")).severity is severity
+
+
+def test_numbers_that_are_not_finite_are_counted_per_replica():
+    bad = weight()
+    bad[0, 0] = math.nan
+    messages = []
+    for replicas in ([bad], [bad, bad], [weight(), bad], [weight(), bad, bad]):
+        step = Step()
+        step.add("odd", PARAMETER, *replicas)
+        messages.append(only(step.judge("NUM001")).message)
+    says = "odd (parameter) holds 1 number that is not finite"
+    assert messages == [says, says, f"{says} on tp=1", f"{says} on tp=1 (2 of 3 replicas)"]
 
 
 # NUM003

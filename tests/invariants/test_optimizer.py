@@ -231,9 +231,51 @@ def test_another_order_of_parameters_is_no_exchange(tmp_path):
 
 
 def test_no_state_at_all(ddp):
-    change(ranks(ddp), lambda content: content["optimizer"]["state"].clear())
+    late = ddp / "step_1000"
+    (ddp / "step_6").rename(late)
+    change(ranks(ddp, 1000), lambda content: content["optimizer"]["state"].clear() or content.update(step=1000))
     finding = only(ddp)
     assert (finding.id, len(finding.locations)) == ("OPT001", 7)
+
+
+def test_no_state_while_gradients_are_accumulated(tmp_path):
+    """The step that is saved counts batches: the optimizer takes one in four."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(1, 6):
+        model(torch.randn(5, 4)).square().mean().backward()
+        if step % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        store(tmp_path, step, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    run = audited(tmp_path)
+    assert "OPT001" not in {finding.id for finding in run.findings}
+    judged = [step.judgements["OPT001"] for step in run.steps]
+    assert all("none was taken yet" in reason for reason in judged[0].undetermined)
+    assert judged[0].undetermined
+    assert judged[3].num_holds == 2
+
+
+def test_state_that_each_rank_holds_for_its_own_parameters(tmp_path):
+    """ZeRO-1 by hand: all optimizers have all parameters, each gets the gradients of its own alone."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    optimizers = [torch.optim.AdamW(model.parameters()) for _ in range(2)]
+    for step in range(1, 3):
+        gradients = torch.autograd.grad(model(torch.randn(5, 4)).square().mean(), [*model.parameters()])
+        for rank, optimizer in enumerate(optimizers):
+            for number, (parameter, gradient) in enumerate(zip(model.parameters(), gradients, strict=True)):
+                parameter.grad = gradient if number % 2 == rank else None
+            optimizer.step()
+            content = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            (tmp_path / f"step_{step}").mkdir(exist_ok=True)
+            torch.save({**content, "rank": rank, "world_size": 2}, tmp_path / f"step_{step}/rank_{rank}.pt")
+    assert "OPT001" not in ids(tmp_path)
+    (reason,) = outcomes(tmp_path, "OPT001").undetermined
+    assert "split over ranks" in reason
+    change(ranks(tmp_path, 2, 0), lambda content: content["optimizer"]["state"][0].pop("exp_avg_sq"))
+    assert only(tmp_path).id == "OPT001"
 
 
 def test_no_state_before_the_first_step(ddp):
@@ -261,14 +303,14 @@ def test_no_state_while_the_loss_scale_is_sought(ddp):
     assert "skipped" in reason
 
 
-def test_parameters_without_any_moments_are_a_warning(ddp):
+def test_parameters_without_any_moments_are_a_note(ddp):
     def lose(content):
         for number in (HEAD_WEIGHT, HEAD_BIAS):
             del content["optimizer"]["state"][number]
 
     change(ranks(ddp), lose)
     finding = only(ddp)
-    assert (finding.id, finding.severity) == ("OPT006", Severity.WARNING)
+    assert (finding.id, finding.severity) == ("OPT006", Severity.NOTE)
     assert {location.tensor for location in finding.locations} == {"head.weight", "head.bias"}
 
 
@@ -277,7 +319,7 @@ def test_frozen_parameters_that_were_handed_over_are_no_error(tmp_path):
         model[0].requires_grad_(False)
 
     run = trained(tmp_path, lambda model: torch.optim.AdamW(model.parameters()), before=freeze)
-    assert {finding.severity for finding in audited(run).findings} == {Severity.WARNING}
+    assert {finding.severity for finding in audited(run).findings} == {Severity.NOTE}
 
 
 def test_frozen_parameters_that_were_not_handed_over_are_silent(tmp_path):
@@ -315,6 +357,11 @@ def test_chosen_tensors_lack_nothing(tmp_path):
     run = trained(tmp_path, OPTIMIZERS["adafactor"])
     assert ids(run, tensors="1.weight") == []
     assert ids(DDP, tensors="head.*") == []
+    run = trained(tmp_path / "largest", OPTIMIZERS["amsgrad"])
+    assert ids(run, tensors="*1.weight") == []
+    assert outcomes(run, "OPT001", tensors="*1.weight").num_holds == 1
+    change(ranks(run, 3), lambda content: content["optimizer"]["state"][2].pop("max_exp_avg_sq"))
+    assert ids(run, tensors="*1.weight") == ["OPT001"]
 
 
 # OPT002: orphans

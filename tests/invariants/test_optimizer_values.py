@@ -379,7 +379,7 @@ def test_moments_of_zeros_where_the_siblings_have_some():
     found = only(step.judge("OPT012"))
     assert [location.role for location in found.locations] == [FIRST, SECOND]
     assert found.severity is None
-    assert find("OPT012").severity is Severity.WARNING
+    assert find("OPT012").severity is Severity.NOTE
     assert "6 siblings" in found.message
 
 
@@ -426,6 +426,25 @@ def test_moments_of_another_parameter(role):
     assert [location.tensor for location in found.locations] == ["layers.2.mlp.weight", "layers.9.mlp.weight"]
     assert {location.role for location in found.locations} == {role}
     assert "their weights are not" in found.message
+
+
+@pytest.mark.parametrize(
+    ("names", "severity"),
+    [
+        (("branches.left.weight", "branches.right.weight"), Severity.WARNING),
+        (("block.left.proj.weight", "block.right.proj.weight"), Severity.WARNING),
+        (("branches.0.weight", "branches.1.weight"), Severity.ERROR),
+        (("left.down.weight", "right.up.weight"), Severity.ERROR),
+        (("left.weight", "block.left.weight"), Severity.ERROR),
+    ],
+)
+def test_terms_of_one_sum_have_equal_moments(names, severity):
+    """left(x) + right(x): both get the same gradients, always."""
+    step = layers()
+    for number, name in enumerate(names):
+        step.add(name, MASTER, weights(20 + number))
+        step.moments(name, *trained(9))
+    assert {violation.severity for violation in step.judge("OPT013").violations} == {severity}
 
 
 def test_the_master_of_another_parameter():

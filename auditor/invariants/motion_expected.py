@@ -1,0 +1,52 @@
+"""Whether an optimizer must have moved a weight, by what one step records of it: hyperparameters, counters, moments."""
+
+from __future__ import annotations
+
+import math
+
+from auditor.invariants.recorded import RecordedGroups, number
+from auditor.invariants.related import MOMENTS, Seen, by_role, seen_whole
+from auditor.model.catalog import Role
+from auditor.model.run import StepEvidence, optimizer_step
+
+_MARGIN = 16.0
+"""How far the predicted motion must be above the round-off of the largest weight for its absence to mean anything."""
+_FIRST_STEPS = 8
+"""The first may be taken at a learning rate of zero; RAdam's first five don't divide by sqrt(v)."""
+_WARM_UP = 1000
+"""Steps for which a schedule may have kept the rate at zero: the recorded one is that of the next step."""
+
+
+class ExpectedMotion:
+    """Of the weights of one step."""
+
+    def __init__(self, evidence: StepEvidence) -> None:
+        self._whole, self._roles = seen_whole(evidence.catalog, evidence.observations), by_role(evidence.catalog)
+        self._groups = RecordedGroups(evidence.catalog)
+        steps = optimizer_step(evidence.catalog)
+        self._steps = evidence.catalog.step if steps is None else steps
+
+    def why_unmoved(self, name: str, seen: Seen | None) -> str:
+        """Why a weight may still be what it was made of; empty where the optimizer must have moved it.
+
+        A step moves some element by about lr * |m| / (sqrt(v) + eps), with m the largest first moment and v the largest
+        second; bias correction at worst quarters it.
+        """
+        if self._steps < _FIRST_STEPS:
+            return f"fewer than {_FIRST_STEPS} optimizer steps were taken"
+        first, second = (self._whole.get(self._roles[role].get(name, -1)) for role in MOMENTS)
+        if first is None or second is None or seen is None:
+            return "its moments were not read"
+        groups = self._groups.of(name)
+        rates = [number(group.hyperparameters.get("lr")) for group in groups]
+        if not rates or any(rate is None for rate in rates):
+            return "no learning rate is recorded"
+        if self._steps < _WARM_UP and any("initial_lr" in group.hyperparameters for group in groups):
+            return "the learning rate follows a schedule, which may have begun with steps at zero"
+        epsilons = [number(group.hyperparameters.get("eps")) or 1e-8 for group in groups]
+        rate = min(rate for rate in rates if rate is not None)
+        # AMSGrad divides by the largest second moment there ever was.
+        largest = self._whole.get(self._roles[Role.MOMENT].get(f"{name}.max_exp_avg_sq", -1))
+        most = max(second.maximum, largest.maximum if largest else 0.0, 0.0)
+        motion = rate * first.largest / (math.sqrt(most) + max(epsilons))
+        return "" if motion > _MARGIN * 2.0**-24 * seen.largest else "its steps may have been below rounding"
