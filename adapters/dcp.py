@@ -23,7 +23,7 @@ from auditor.storage.store import Entry, Store
 
 MAX_INDEX_BYTES = 16 << 20
 """An index that is read only to find a step in it is not longer: about a second."""
-_MEGATRON = "metadata.json"
+_MEGATRON = {"metadata.json", "common.pt"}
 
 
 class TorchDcp:
@@ -40,8 +40,8 @@ class TorchDcp:
             return Declined("it holds no .metadata and no file __<rank>_<n>.distcp")
         if folder.alone:
             return Declined("it is one file of several that make up a step", 0.6)
-        if _MEGATRON in folder.files:
-            return Declined("it is Megatron's form of a distributed checkpoint: it holds metadata.json", 0.5)
+        if own := _MEGATRON & {*folder.files}:
+            return Declined(f"it is Megatron's form of a distributed checkpoint: it holds {min(own)}", 0.5)
         if is_inner(store, folder):
             return Declined("it is a part of the checkpoint in the folder above it", 0.3)
         step, reason, named = self._step(store, folder, parts)

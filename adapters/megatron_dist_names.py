@@ -1,8 +1,8 @@
 """Which tensors of the unsharded model a key of megatron-core's ``torch_dist`` format holds.
 
-    decoder.layers.mlp.linear_fc2.weight        [num_layers, …]: all layers' in one; a chunk's first offset is the layer
-    decoder.layers.3.mlp.linear_fc2.weight      a layer of its own (``non_homogeneous_layers``)
-    …mlp.experts.linear_fc1.weight              [(num_layers,) num_experts, …]; also ``…mlp.experts.7.linear_fc1.weight``
+    decoder.layers.mlp.linear_fc2.weight        [num_layers, …]: all layers in one; a chunk's first offset is the layer
+    decoder.layers.3.mlp.linear_fc2.weight      a layer by itself (``non_homogeneous_layers``)
+    …mlp.experts.linear_fc1.weight              [(num_layers,) num_experts, …], or ``…experts.7.linear_fc1.weight``
     …linear_fc1.weight_w, …linear_fc1.weight_v  gate and up by themselves (``singleton_local_shards``)
     optimizer.state.<exp_avg|exp_avg_sq|fp32_param|param>.<key of the parameter>
     optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_….bucket_idx_0.<param|exp_avg|exp_avg_sq>

@@ -1,8 +1,8 @@
 """Puts the tensors of a ``torch_dist`` checkpoint into the Catalog: a tensor for every layer and expert.
 
-Every part is stored once: of replicas over tensor-, pipeline- and data-parallel ranks the main one alone is written. How
-a tensor was cut over tensor-parallel ranks shows in the grid of its parts; a part's coordinate is that of the rank that
-wrote it.
+Every part is stored once: of replicas over tensor-, pipeline- and data-parallel ranks the main one alone is written.
+How a tensor was cut over tensor-parallel ranks shows in the grid of its parts; a part's coordinate is that of the rank
+that wrote it.
 """
 
 from __future__ import annotations

@@ -126,7 +126,11 @@ def settings(group: Mapping[Any, Any]) -> dict[str, Hyperparameter]:
             found[key] = value
         elif isinstance(value, int) and abs(value) < 1 << 53:
             found[key] = float(value)
-        elif isinstance(value, (list, tuple)) and len(value) <= MAX_SETTINGS and all(map(is_count, value)):
+        elif (
+            isinstance(value, (list, tuple))
+            and len(value) <= MAX_SETTINGS
+            and all(isinstance(one, float) or is_count(one) for one in value)
+        ):
             found[key] = tuple(map(float, value))
     return found
 

@@ -27,7 +27,7 @@ from auditor.model.waiver import apply_baseline, apply_waivers
 from auditor.observe.checksums import verify_checksums
 from auditor.observe.difference import measure_differences
 from auditor.observe.executors import executor_of
-from auditor.observe.kernels import choose
+from auditor.observe.kernel_choice import choose
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.shares import Everything, Joined, Runner, Share
 from auditor.reports import REACHED, Coverage, Report, RunReport, StepReport

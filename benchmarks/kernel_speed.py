@@ -17,7 +17,8 @@ from auditor.model.dtype import DTYPES, DType
 from auditor.model.pairing import Pairing, PairKind
 from auditor.observe.decode import rounded
 from auditor.observe.digest import digest_rows
-from auditor.observe.kernels import Kernels, Runs, Side, choose, empty_rows, empty_tallies
+from auditor.observe.kernel_choice import choose
+from auditor.observe.kernels import Kernels, Runs, Side, empty_rows, empty_tallies
 from auditor.observe.statistics import statistics_of_rows
 
 BUFFER_BYTES = 1 << 20

@@ -19,7 +19,8 @@ from auditor.model.dtype import DType
 from auditor.model.observation import OBSERVED
 from auditor.model.pairing import Pairing
 from auditor.observe import numpy_kernels, unit
-from auditor.observe.kernels import Bytes, Kernels, Runs, Side, choose
+from auditor.observe.kernel_choice import choose
+from auditor.observe.kernels import Bytes, Kernels, Runs, Side
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.plan import plan
 from auditor.observe.shares import Everything

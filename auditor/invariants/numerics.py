@@ -54,11 +54,26 @@ def _not_finite(evidence: StepEvidence, number: int, bad: NDArray[np.int64], kep
     where += f" ({num_bad} of {len(places)} replicas)" if 1 < num_bad < len(places) else ""
     what = "1 number that is not finite" if total == 1 else f"{total} numbers that are not finite"
     message = f"{tensor.name} ({tensor.role.value}) holds {what}{where}"
-    # Masks, ranges that nothing was seen of, a best loss so far: infinite on purpose, and no optimizer has them.
-    aside = tensor.role is Role.PARAMETER and kept.trained and plain(tensor.name) not in kept.trained
-    infinite = (aside or tensor.role is Role.BUFFER) and not seen["num_nan"][bad].any()
-    severity = Severity.NOTE if infinite else None
+    severity = Severity.NOTE if _is_meant(evidence, number, bad, kept) else None
     return Violation(tensor.name, tuple(_location(evidence, int(row)) for row in bad), message, severity=severity)
+
+
+def _is_meant(evidence: StepEvidence, number: int, bad: NDArray[np.int64], kept: KeptState) -> bool:
+    """Whether a tensor may be infinite on purpose: a mask, a range that nothing was seen of, a best loss so far.
+
+    No optimizer has them. Where it isn't known what it has: those without any ordinary number, as masks are.
+    """
+    tensor, seen = evidence.catalog.tensors[number], evidence.observations.pieces
+    name, rows = plain(tensor.name), evidence.catalog.rows_by_tensor[number]
+    if seen["num_nan"][bad].any() or name in kept.trained or name in kept.state:
+        return False
+    if tensor.role is Role.BUFFER:
+        return True
+    num_zero = int(seen["num_zero"][rows].sum())
+    num_odd = num_zero + int(seen["num_infinite"][rows].sum())
+    plain_mask = num_odd == int(evidence.catalog.pieces.num_elements()[rows].sum())
+    vector = sum(extent > 1 for extent in tensor.shape) < 2
+    return tensor.role is Role.PARAMETER and (bool(kept.trained) or (plain_mask and (num_zero > 0 or vector)))
 
 
 def _location(evidence: StepEvidence, row: int) -> Location:
@@ -206,7 +221,8 @@ INVARIANTS = (
         "NUM001", "not-finite", Severity.ERROR,
         statement="Every element of every parameter, master, moment and buffer is a finite number. Padding of flat "
                   "buffers is left out: it is uninitialised in healthy runs. A note where a buffer, or a tensor that "
-                  "the optimizer was not given, is infinite and not NaN: masks and ranges begin so.",
+                  "the optimizer was not given, is infinite and not NaN (masks and ranges begin so); where it isn't "
+                  "known what it was given, one of infinities and zeros alone.",
         rationale="A NaN in a weight spreads to everything; one in a moment does so at the next step.",
         source="ultralytics/ultralytics#24307; NVIDIA/nvidia-resiliency-ext#349",
         example="4.mlp.dense_4h_to_h.weight (second_moment) holds 3 numbers that are not finite",

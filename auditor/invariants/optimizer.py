@@ -232,8 +232,8 @@ INVARIANTS = (
         source="deepspeedai/DeepSpeed#7786; huggingface/transformers#23034; facebookresearch/fairscale#380",
         example="layer.weight has exp_avg but no exp_avg_sq",
         misses="Moments that are another parameter's of the same shape. Two moments lost together for a parameter "
-               "without master are OPT006. Undetermined: optimizers whose state is not known; before step 1000, nothing "
-               "kept at all where no optimizer step is counted; ranks that each hold other parameters' state.",
+               "without master are OPT006. Undetermined: optimizers whose state is not known; before step 1000, "
+               "nothing kept at all where no optimizer step is counted; ranks that each hold other parameters' state.",
         hint="Resume from the last good step; if that can't be, expect the first steps to be as after a restart of "
              "the optimizer, and warm up the learning rate.",
         judge_step=moments_are_complete, likely_causes=(_PARTIAL,),

@@ -100,8 +100,8 @@ def _violation(
     else:
         alike = _alike(names, [roles[role] for role in (Role.MASTER, Role.PARAMETER)], whole)
     what = "moments" if role is Role.MASTER else "weights"
-    # Parameters that agree in everything may be one that is stored twice, siblings in one module terms of one sum; state
-    # that agrees otherwise belongs to one only.
+    # Parameters that agree in everything may be one that is stored twice, siblings in one module terms of one sum;
+    # state that agrees otherwise belongs to one only.
     summed = role is not Role.MASTER and _are_siblings(names)
     severity = Severity.ERROR if alike is False and not summed else Severity.WARNING
     also = {None: "", True: f", and so are their {what}", False: f", but their {what} are not"}[alike]

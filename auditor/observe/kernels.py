@@ -19,8 +19,6 @@ from auditor.observe.decode import can_round
 
 Bytes = NDArray[np.uint8]
 
-WORTH_COMPILED_BYTES = 512 << 20
-"""From so many bytes on, the compiled kernels save more time than loading them takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +94,3 @@ def empty_tallies(count: int) -> NDArray[np.void]:
     rows = np.zeros(count, TALLY)
     rows["first"] = -1
     return rows
-
-
-def choose(num_bytes: int, wanted: str = "auto") -> Kernels:
-    """The kernels for reading ``num_bytes`` of weights: the compiled ones where numba is there and loading them pays.
-
-    Raises:
-        ValueError: no kernels have the ``wanted`` name.
-        ImportError: ``numba`` is wanted and not installed.
-    """
-    if wanted not in ("auto", "numpy", "numba"):
-        raise ValueError(f"no kernels are called {wanted!r}; there are auto, numpy and numba")
-    if wanted == "numba" or (wanted == "auto" and num_bytes >= WORTH_COMPILED_BYTES):
-        try:
-            from auditor.observe.compiled_kernels import CompiledKernels
-
-            return CompiledKernels()
-        except ImportError:
-            if wanted == "numba":
-                raise
-    from auditor.observe.numpy_kernels import NumpyKernels
-
-    return NumpyKernels()

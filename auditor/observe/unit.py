@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from auditor.model.dtype import DType
 from auditor.model.observation import Read
-from auditor.observe.kernels import Bytes, Kernels, Runs, choose, empty_rows, empty_tallies
+from auditor.observe.kernel_choice import choose
+from auditor.observe.kernels import Bytes, Kernels, Runs, empty_rows, empty_tallies
 from auditor.observe.kernels import Side as KernelSide
 from auditor.observe.placing import Cell, Part, Side, lattice, parts
 from auditor.observe.plan import Table, Unit
@@ -33,9 +34,8 @@ from auditor.storage.store import (
 from auditor.storage.strided import view
 
 BUFFER_BYTES = 4 << 20
-"""One worker's buffer over all sides of a read: so large that what a read costs besides its bytes hardly counts, so small
-that a buffer is still in cache when it is compared after it was measured (benchmarks/audit_speed.py: 1 MiB is slower by
-a fifth)."""
+"""One worker's buffer over all sides of a read: so large that what a read costs besides its bytes hardly counts, so
+small that what was measured is still in cache when it is compared (1 MiB made a pass slower by a fifth)."""
 MAX_GAP_BYTES = 4 << 10
 """Pieces closer than a page are read together: the page is read anyway, and reading costs less than another call."""
 

@@ -24,6 +24,7 @@ from auditor.model.region import Box, whole
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
+from auditor.storage.single import SingleFileStore
 from auditor.testing.adapter_contract import AdapterContract
 from auditor.verdict import ExitCode, exit_code
 from tests.adapters.test_dcp import bits, digests, loaded
@@ -315,7 +316,12 @@ def test_a_folder_of_nemo():
     assert [(step.state.path, step.state.step) for step in run.steps] == [("run/model-step=4", 4)]
     assert not run.findings
     assert run.steps[0].judgements["CST001"].num_holds == 20
-    assert audited({name.removeprefix("run/"): data for name, data in objects.items()}).steps[0].state.step == 4
+    alone = {name.removeprefix("run/"): data for name, data in objects.items()}
+    assert audited(alone).steps[0].state.step == 4
+    del alone["model-step=4/weights/metadata.json"]
+    assert {finding.id for finding in audited(alone).findings} == {"INT004"}
+    inside = {name.removeprefix("model-step=4/"): data for name, data in alone.items()}
+    assert {finding.id for finding in audited(inside).findings} == {"INT004"}
 
 
 def test_another_backend_is_recognised_and_said_to_be_unread():
@@ -336,9 +342,9 @@ def test_an_archive_is_named_with_the_command_that_unpacks_it(tmp_path):
     path = tmp_path / "megatron_gpt.nemo"
     with tarfile.open(path, "w") as archive:
         archive.add(ROOT / "README.md", "README.md")
-    for root in (tmp_path, path):
+    for store in (LocalStore(tmp_path), SingleFileStore(LocalStore(tmp_path), path.name, str(path))):
         with pytest.raises(NothingToAuditError) as error:
-            discover(LocalStore(root))
+            discover(store)
         assert "tar archive" in str(error.value)
         assert "tar -xf" in str(error.value)
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from auditor.invariants.registry import find
-from auditor.model.catalog import Tensor
+from auditor.model.catalog import Role, Tensor
 from auditor.model.dtype import BFLOAT16, DTYPES, FLOAT16, FLOAT32
-from auditor.model.catalog import Role
 from auditor.model.finding import Outcome, Severity
 from auditor.model.mesh import EVERYWHERE
 from auditor.model.observation import Read

@@ -30,6 +30,7 @@ from tests.rewriting import (
     only,
     places,
     ranks,
+    store,
     trained,
 )  # fmt: skip
 
@@ -49,8 +50,8 @@ def megatron(tmp_path):
     return tmp_path / "run"
 
 
-def outcomes(run, identifier):
-    judged = [step.judgements[identifier] for step in audited(run).steps]
+def outcomes(run, identifier, **settings):
+    judged = [step.judgements[identifier] for step in audited(run, **settings).steps]
     return judged[-1]
 
 

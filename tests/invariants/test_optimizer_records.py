@@ -23,9 +23,7 @@ def ddp(tmp_path):
 # OPT008
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"lr": math.nan}, {"lr": torch.tensor(math.nan)}, {"betas": (0.9, math.nan)}, {"eps": math.inf}]
-)
+@pytest.mark.parametrize("wrong", [{"lr": math.nan}, {"betas": (0.9, math.nan)}, {"eps": math.inf}])
 def test_a_setting_that_is_no_number(ddp, wrong):
     change(ranks(ddp), lambda content: content["optimizer"]["param_groups"][0].update(wrong))
     finding = only(ddp)

@@ -191,10 +191,10 @@ MOMENTS = {letter: (Content("moments", letter),) for letter in "abc"}
 PARAMETERS = {letter: (Content("parameters", letter),) for letter in "abc"}
 
 
-def state(step, count, moments="", parameters="", **more):
+def state(step, count, moments="", updated="", **more):
     return StepState(
         step, f"s{step}", "f", whole=True, optimizer_step=float(count), moments=MOMENTS.get(moments, ()),
-        **{"updated": PARAMETERS.get(parameters, ())} | more,
+        updated=PARAMETERS.get(updated, ()), **more,
     )  # fmt: skip
 
 

@@ -448,7 +448,8 @@ SCRIPT = """
 import sys
 import numpy as np
 from auditor.model.dtype import DTYPES
-from auditor.observe.kernels import Runs, choose, empty_rows
+from auditor.observe.kernel_choice import choose
+from auditor.observe.kernels import Runs, empty_rows
 rows, buffer = empty_rows(1), np.arange(4000, dtype=np.uint8)
 kernels = choose(1 << 40)
 kernels.measure(buffer, DTYPES["float32"], Runs(*(np.array([n]) for n in (0, 1000, 0, 0))), rows)
@@ -461,7 +462,8 @@ import ctypes, mmap
 import numpy as np
 from auditor.model.dtype import DTYPES
 from auditor.model.pairing import Pairing, PairKind
-from auditor.observe.kernels import Runs, Side, choose, empty_rows, empty_tallies
+from auditor.observe.kernel_choice import choose
+from auditor.observe.kernels import Runs, Side, empty_rows, empty_tallies
 page = mmap.PAGESIZE
 memory = mmap.mmap(-1, 3 * page)
 whole = np.frombuffer(memory, np.uint8)
