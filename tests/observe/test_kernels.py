@@ -17,12 +17,11 @@ from auditor.model.observation import OBSERVED
 from auditor.model.pairing import Pairing, PairKind
 from auditor.observe.decode import float8_values, rounded, to_float64
 from auditor.observe.digest import digest_array
+from auditor.observe.kernel_choice import WORTH_COMPILED_BYTES, choose
 from auditor.observe.kernels import (
     TALLY,
-    WORTH_COMPILED_BYTES,
     Runs,
     Side,
-    choose,
     comparable,
     empty_rows,
     empty_tallies,
