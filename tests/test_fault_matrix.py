@@ -62,14 +62,16 @@ def of_another_rank(run):
 FAULTS = {
     "one bit of one replica": ("REP001", lambda run: poke(run, 40, NORM, place="tp=1", flip=8)),
     "one replica scaled": (
-        "REP001", lambda run: rewrite(run, 40, NORM, "master", as_float(lambda x: x * 1.01), "tp=1")
+        "REP001",
+        lambda run: rewrite(run, 40, NORM, "master", as_float(lambda x: x * 1.01), "tp=1"),
     ),
     "NaN in a weight": ("CST001", lambda run: poke(run, 40, WEIGHT, value=0x7FC0)),
     "infinity in a moment": ("NUM001", lambda run: poke(run, 40, WEIGHT, "first_moment", value=0x7F800000)),
     "weights all zero": ("CST001", lambda run: rewrite(run, 40, WEIGHT, "parameter", np.zeros_like)),
     "one weight off by two ulps": ("CST001", lambda run: poke(run, 40, WEIGHT, flip=2)),
     "masters of another step": (
-        "CST001", lambda run: rewrite(run, 40, WEIGHT, "master", as_float(lambda x: x * np.float32(1.02)))
+        "CST001",
+        lambda run: rewrite(run, 40, WEIGHT, "master", as_float(lambda x: x * np.float32(1.02))),
     ),
     "masters kept in bfloat16": (
         "CST002",
@@ -79,10 +81,12 @@ FAULTS = {
         ],
     ),
     "a negative second moment": (
-        "OPT010", lambda run: poke(run, 40, WEIGHT, "second_moment", value=float32_bits(-1e-6))
+        "OPT010",
+        lambda run: poke(run, 40, WEIGHT, "second_moment", value=float32_bits(-1e-6)),
     ),
     "first moment of other gradients": (
-        "OPT011", lambda run: rewrite(run, 40, WEIGHT, "first_moment", as_float(lambda x: x * 1000))
+        "OPT011",
+        lambda run: rewrite(run, 40, WEIGHT, "first_moment", as_float(lambda x: x * 1000)),
     ),
     "second moment lost": ("OPT012", lambda run: rewrite(run, 40, WEIGHT, "second_moment", np.zeros_like)),
     "moments of another parameter": ("OPT013", moments_of_another),

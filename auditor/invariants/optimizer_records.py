@@ -79,7 +79,8 @@ INVARIANTS = (
         rationale="The next step multiplies every weight of the group by it: all become NaN at once.",
         source="torch/optim/adam.py: only values given to the constructor are checked, not those of a state dict",
         example="rank_0.pt: parameter group 0 has lr nan",
-        misses="A finite setting that is wrong; one that is kept as a tensor; settings that a scheduler makes anew when it resumes.",
+        misses="A finite setting that is wrong; one that is kept as a tensor; settings that a scheduler makes "
+               "anew when it resumes.",
         hint="Set it right before resuming. A learning rate becomes NaN when a scheduler divides by a count of zero.",
         judge_step=hyperparameters_are_finite, one_fault=True,
         likely_causes=(LikelyCause("a schedule was computed from a length or loss that was zero or NaN",

@@ -20,7 +20,6 @@ from auditor.observe.decode import can_round
 Bytes = NDArray[np.uint8]
 
 
-
 @dataclass(frozen=True, slots=True)
 class Runs:
     """Stretches of elements that lie without gaps both in a buffer and in the C order of their tensor.

@@ -43,8 +43,8 @@ def observe(
 ) -> Observations:  # fmt: skip
     """Read the pieces ``rows`` once, measure them, and compare the ``pairings`` while they are read.
 
-    ``progress`` is told the bytes of every unit that is done; ``kernels`` is a name that ``kernel_choice.choose`` takes.
-    Failures of storage are in the result, not raised.
+    ``progress`` is told the bytes of every unit that is done; ``kernels`` is a name that ``kernel_choice.choose``
+    takes. Failures of storage are in the result, not raised.
     """
     work = plan(catalog, rows, pairings)
     worker = Worker(store, kernels)
