@@ -69,7 +69,7 @@ def written(content: bytes) -> Callable[[Path], object]:
 
 PIPELINES = [
     pipeline("healthy twin", "nothing", lambda step: None, 0, "holds"),
-    recorded("dp_world_size of 1,000", says="INT001", dp_world_size=1000),
+    recorded("dp_world_size of 1,000", dp_world_size=1000),
     recorded("dp_world_size of 25,000", dp_world_size=RANKS // 4),
     recorded("mp_world_size of 100,000", mp_world_size=RANKS),
     recorded("tp_degree of 100,000", mp_world_size=RANKS, tp_degree=RANKS),
