@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from functools import partial
 
@@ -152,6 +152,8 @@ class _Audit:
     now: float
     num_bytes_ahead: int = 0
     """About how much will be read of the run: what decides which kernels are worth their loading."""
+    listed: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
+    """Path of a step to its files, once they were listed."""
 
     def run(self, source: RunSource) -> RunReport:
         begun = time.monotonic()
@@ -183,8 +185,14 @@ class _Audit:
         chosen = self.settings.steps.choose(sorted({step.match.step for step in source.steps}))
         return [step for step in source.steps if step.match.step in chosen]
 
-    def files_of(self, source: StepSource) -> Iterator[Entry]:
-        """A step's files: those in its folder, and those one level below (a folder a rank); or as the adapter says."""
+    def files_of(self, source: StepSource) -> tuple[Entry, ...]:
+        """A step's files, listed once: its level, its kernels and its age are all told by them."""
+        if source.folder.path not in self.listed:
+            self.listed[source.folder.path] = tuple(self.list_files(source))
+        return self.listed[source.folder.path]
+
+    def list_files(self, source: StepSource) -> Iterator[Entry]:
+        """The files in a step's folder, and those one level below (a folder a rank); or as the adapter says."""
         if isinstance(source.adapter, TreeAdapter):
             yield from source.adapter.files(self.store, source.folder)
             return

@@ -1,5 +1,6 @@
 """Named damage through torch: committed checkpoints loaded, changed and saved again; small trainings."""
 
+import shutil
 import sys
 import types
 from dataclasses import dataclass
@@ -21,6 +22,20 @@ HEAD_WEIGHT, HEAD_BIAS, HIDDEN_WEIGHT = 5, 6, 3
 class fragment_address:
     numel: int
     start: int
+
+
+@pytest.fixture
+def ddp(tmp_path):
+    """A copy of the DDP run."""
+    shutil.copytree(DDP, tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def megatron(tmp_path):
+    """A copy of the Megatron run."""
+    shutil.copytree(MEGATRON / "tp2", tmp_path / "run")
+    return tmp_path / "run"
 
 
 @pytest.fixture

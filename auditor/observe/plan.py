@@ -85,19 +85,20 @@ def plan(catalog: Catalog, rows: NDArray[np.int64], pairings: Sequence[Pairing] 
     # A piece without elements is read as nothing, wherever it is said to be.
     starts = np.where(catalog.pieces.num_elements()[rows] > 0, flat_starts(catalog, rows), 0)
     whole = starts >= 0
-    table, copies = _table(catalog, rows[whole], starts[whole])
+    dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in catalog.tensors))
+    table, copies = _table(catalog, dtypes, rows[whole], starts[whole])
     cells = [*found.cells, *_cells(catalog, rows[~whole])]
-    units = [*_table_units(catalog, table), *_cell_units(catalog, cells, found.lineups)]
+    units = [*_table_units(catalog, dtypes, table), *_cell_units(catalog, cells, found.lineups)]
     return Plan(tuple(units), tuple(found.lineups), copies)
 
 
 def _table(
-    catalog: Catalog, rows: NDArray[np.int64], starts: NDArray[np.int64]
+    catalog: Catalog, dtypes: Sequence[DType], rows: NDArray[np.int64], starts: NDArray[np.int64]
 ) -> tuple[Table, tuple[tuple[int, int], ...]]:
     """The stretches of ``rows``, and those among them that are copies of another."""
     pieces = catalog.pieces
     halves = np.array([2 if tensor.dtype.kind is Kind.COMPLEX else 1 for tensor in catalog.tensors] or [1], np.int64)
-    kinds = {dtype: number for number, dtype in enumerate(dict.fromkeys(t.dtype for t in catalog.tensors))}
+    kinds = {dtype: number for number, dtype in enumerate(dtypes)}
     kind = np.array([kinds[tensor.dtype] for tensor in catalog.tensors] or [0], np.int64)
     tensor = pieces.tensor[rows]
     factor = halves[tensor]
@@ -118,9 +119,8 @@ def _without_copies(table: Table, files: NDArray[np.int32]) -> tuple[Table, tupl
     return table.take(np.flatnonzero(~same)), tuple(copies)
 
 
-def _table_units(catalog: Catalog, table: Table) -> Iterator[Unit]:
+def _table_units(catalog: Catalog, dtypes: tuple[DType, ...], table: Table) -> Iterator[Unit]:
     """The table cut by file and at about :data:`UNIT_BYTES`; longer stretches are cut as well."""
-    dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in catalog.tensors))
     widths = np.array([np.dtype(dtype.carrier).itemsize for dtype in dtypes] or [1], np.int64)
     table = _cut(table, widths)
     sizes = table.length * widths[table.dtype]

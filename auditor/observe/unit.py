@@ -85,12 +85,11 @@ class Worker:
             doing = _Doing(self.store, choose(0, self.kernels), unit, result, stack)
             if unit.table is not None:
                 doing.stretches(unit.table)
-            for cell, others in groupby(unit.cells, key=lambda cell: cell if _long(cell) else None):
-                if cell is not None:
+            for long, cells in groupby(unit.cells, key=_long):
+                for cell in cells if long else ():
                     doing.long(cell)
-                else:
-                    for batch in _batches(others):
-                        doing.batch(batch)
+                for batch in () if long else _batches(cells):
+                    doing.batch(batch)
         return result
 
 
@@ -206,22 +205,19 @@ class _Doing:
         widths = np.array([np.dtype(dtype.carrier).itemsize for dtype in self.unit.dtypes], np.int64)
         sizes = table.length * widths[table.dtype]
         for low, high in _windows(table.offset, sizes):
-            part, num_bytes = table.take(slice(low, high)), sizes[low:high]
-            try:
-                self.window(part, num_bytes)
-            except StorageError as error:
-                if len(part) == 1 or not isinstance(error, ShortReadError):
-                    self.failed(part.row, 0, error)
-                    continue
-                # What lies before the end is there all the same.
-                for at in range(len(part)):
-                    self.alone(part.take(slice(at, at + 1)), num_bytes[at : at + 1])
+            self.attempt(table.take(slice(low, high)), sizes[low:high])
 
-    def alone(self, part: Table, num_bytes: NDArray[np.int64]) -> None:
+    def attempt(self, part: Table, sizes: NDArray[np.int64]) -> None:
+        """Measure what one window holds; where the file ends inside it, each stretch by itself."""
         try:
-            self.window(part, num_bytes)
+            self.window(part, sizes)
         except StorageError as error:
-            self.failed(part.row, 0, error)
+            if len(part) == 1 or not isinstance(error, ShortReadError):
+                self.failed(part.row, 0, error)
+                return
+            # What lies before the end is there all the same.
+            for at in range(len(part)):
+                self.attempt(part.take(slice(at, at + 1)), sizes[at : at + 1])
 
     def window(self, table: Table, sizes: NDArray[np.int64]) -> None:
         """Read stretches that fit the buffer together, or one that takes several reads."""

@@ -17,6 +17,7 @@ from auditor.storage.store import (
     ShortReadError,
     Store,
     TransientReadError,
+    WrappedHandle,
     read_bytes,
 )
 
@@ -72,7 +73,7 @@ class FaultyStore:
         if fnmatch(name, self.faults.denied):
             raise AccessDeniedError(f"{name}: permission denied")
         with self.inner.open(name) as handle:
-            yield FaultyHandle(handle, self)
+            yield WrappedHandle(handle, self.spoil)
 
     def spoil(self, handle: Handle, offset: int, buffer: memoryview) -> None:
         """Read one range and do to it what the faults say."""
@@ -89,20 +90,3 @@ class FaultyStore:
         buffer[:] = bytes(b ^ 1 for b in content) if fnmatch(name, faults.flipped) else content
         with self._lock:
             faults.num_bytes_read[name] += len(buffer)
-
-
-@dataclass(frozen=True, slots=True)
-class FaultyHandle:
-    """An open object behind faults."""
-
-    inner: Handle
-    store: FaultyStore
-
-    @property
-    def entry(self) -> Entry:
-        """As the wrapped handle."""
-        return self.inner.entry
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Read through the faults."""
-        self.store.spoil(self.inner, offset, buffer)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import TypeVar
 
-from auditor.storage.store import Entry, Handle, Store, TransientReadError
+from auditor.storage.store import Entry, Handle, Store, TransientReadError, WrappedHandle
 
 T = TypeVar("T")
 
@@ -33,6 +32,10 @@ class RetryingStore:
                 time.sleep(self.first_wait_seconds * 2**attempt)
         return action()
 
+    def read_again(self, handle: Handle, offset: int, buffer: memoryview) -> None:
+        """Read one range, again if need be."""
+        self.again(lambda: handle.read_into(offset, buffer))
+
     def list(self, folder: str) -> Iterator[Entry]:
         """As the wrapped store, whole: a listing that fails half way begins anew."""
         return iter(self.again(lambda: [*self.inner.list(folder)]))
@@ -46,21 +49,4 @@ class RetryingStore:
         """Open an object whose reads are tried again."""
         with ExitStack() as stack:
             handle = self.again(lambda: stack.enter_context(self.inner.open(name)))
-            yield RetryingHandle(handle, self)
-
-
-@dataclass(frozen=True, slots=True)
-class RetryingHandle:
-    """An open object whose reads are tried again."""
-
-    inner: Handle
-    store: RetryingStore
-
-    @property
-    def entry(self) -> Entry:
-        """As the wrapped handle."""
-        return self.inner.entry
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer``."""
-        self.store.again(lambda: self.inner.read_into(offset, buffer))
+            yield WrappedHandle(handle, self.read_again)

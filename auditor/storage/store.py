@@ -7,7 +7,7 @@ several threads at once.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,6 +65,23 @@ class Handle(Protocol):
             ShortReadError: the object ends inside the range.
             StorageError: anything else that storage says.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedHandle:
+    """An open object whose ranges are read in another way: again, slower, through faults."""
+
+    inner: Handle
+    read: Callable[[Handle, int, memoryview], None]
+
+    @property
+    def entry(self) -> Entry:
+        """As the wrapped handle."""
+        return self.inner.entry
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer``; errors as the wrapped handle's, and what the other way adds."""
+        self.read(self.inner, offset, buffer)
 
 
 class Store(Protocol):

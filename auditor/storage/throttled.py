@@ -6,9 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-from auditor.storage.store import Entry, Handle, Store
+from auditor.storage.store import Entry, Handle, Store, WrappedHandle
 
 MAX_SAVED_SECONDS = 0.25
 """How much unused time counts: after a pause no burst of more than this much reading."""
@@ -52,7 +51,12 @@ class ThrottledStore:
     def open(self, name: str) -> Iterator[Handle]:
         """Open an object whose reads wait for their turn."""
         with self.inner.open(name) as handle:
-            yield ThrottledHandle(handle, self)
+            yield WrappedHandle(handle, self.read_slowly)
+
+    def read_slowly(self, handle: Handle, offset: int, buffer: memoryview) -> None:
+        """Read one range when it is its turn."""
+        self.wait_for(len(buffer))
+        handle.read_into(offset, buffer)
 
     def wait_for(self, num_bytes: int) -> None:
         """Return when ``num_bytes`` more may be read."""
@@ -62,21 +66,3 @@ class ThrottledStore:
             self._free_at = turn + num_bytes / self.bytes_per_second
         if turn > now:
             self.sleep(turn - now)
-
-
-@dataclass(frozen=True, slots=True)
-class ThrottledHandle:
-    """An open object whose reads wait for their turn."""
-
-    inner: Handle
-    store: ThrottledStore
-
-    @property
-    def entry(self) -> Entry:
-        """As the wrapped handle."""
-        return self.inner.entry
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer``."""
-        self.store.wait_for(len(buffer))
-        self.inner.read_into(offset, buffer)

@@ -25,8 +25,10 @@ from tests.rewriting import (
     MEGATRON,
     audited,
     change,
+    ddp,
     deepspeed,
     ids,
+    megatron,
     only,
     places,
     ranks,
@@ -35,19 +37,7 @@ from tests.rewriting import (
 )  # fmt: skip
 
 torch = pytest.importorskip("torch")
-assert deepspeed
-
-
-@pytest.fixture
-def ddp(tmp_path):
-    shutil.copytree(DDP, tmp_path / "run")
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def megatron(tmp_path):
-    shutil.copytree(MEGATRON / "tp2", tmp_path / "run")
-    return tmp_path / "run"
+assert all((ddp, deepspeed, megatron))
 
 
 def outcomes(run, identifier, **settings):

@@ -16,13 +16,13 @@ from auditor.storage.local import LocalStore
 from tests.faults import catalog_of
 from tests.paths import TP4
 from tests.rewriting import (
-    DDP,
     HEAD_WEIGHT,
-    MEGATRON,
     audited,
     change,
+    ddp,
     deepspeed,
     ids,
+    megatron,
     only,
     places,
     ranks,
@@ -31,19 +31,7 @@ from tests.rewriting import (
 )  # fmt: skip
 
 torch = pytest.importorskip("torch")
-assert deepspeed
-
-
-@pytest.fixture
-def ddp(tmp_path):
-    shutil.copytree(DDP, tmp_path / "run")
-    return tmp_path / "run"
-
-
-@pytest.fixture
-def megatron(tmp_path):
-    shutil.copytree(MEGATRON / "tp2", tmp_path / "run")
-    return tmp_path / "run"
+assert all((ddp, deepspeed, megatron))
 
 
 def adamw(model):
