@@ -124,10 +124,11 @@ class Description:
         for row in self._entries("scalars", "name", "file"):
             value = _number(row.get("value"))
             if isinstance(value, (int, float)):
-                tensor, dtype = row.get("tensor"), row.get("dtype")
+                tensor, dtype, optimizer = row.get("tensor"), row.get("dtype"), row.get("optimizer")
                 yield Scalar(
                     row["name"], float(value), self.path(row["file"]), _place(row.get("coordinate")),
                     tensor if isinstance(tensor, str) else "", DTYPES.get(dtype) if isinstance(dtype, str) else None,
+                    optimizer if isinstance(optimizer, str) else "",
                 )  # fmt: skip
 
     def problems(self) -> Iterator[Problem]:
@@ -154,6 +155,7 @@ class Description:
                 {name: value for name, value in values.items() if _is_hyperparameter(value)},
                 None if names is None else tuple(filter(chosen, words(names))),
                 float(step) if isinstance(step, (int, float)) and not isinstance(step, bool) else None,
+                row.get("from_state") is True,
             )  # fmt: skip
 
     def ties(self, chosen: Callable[[str], bool]) -> Iterator[Tie]:

@@ -113,32 +113,40 @@ def _uncounted(catalog: Catalog, by_file: Mapping[str, Sequence[Scalar]]) -> Ite
 
 
 def counters_move_together(evidence: StepEvidence) -> Judgement:
-    """Within a file all counters of optimizer steps are equal, those of groups that are kept at all included."""
+    """Within a file all counters of one optimizer's steps are equal, those of groups that are kept at all included."""
     catalog = evidence.catalog
     by_file, tensors = _counters(catalog), _tensors(catalog)
     groups = dict(files_with_groups(catalog))
     violations: list[Violation] = []
     num_holds = 0
     for file in dict.fromkeys((*by_file, *groups)):
-        counters = by_file.get(file, [])
+        own: dict[str, list[Scalar]] = defaultdict(list)
+        for scalar in by_file.get(file, []):
+            own[scalar.optimizer].append(scalar)
         steps = [group.step for group in groups.get(file, ()) if group.step]
-        if not counters and len(steps) < 2:
-            continue
-        usual = _usual([scalar.value for scalar in counters] or steps)
-        odd = [scalar for scalar in counters if scalar.value != usual]
-        for scalar in odd:
-            detail = f"was updated {_times(scalar.value)}, most parameters of its file {_times(usual)}"
-            name = plain(scalar.tensor)
-            violations.append(Violation(name, (_at(catalog, scalar, tensors, detail),), f"{name} {detail}"))
-        for group in groups.get(file, ()):
-            if group.step and group.step != usual:
-                detail = f"parameter group {group.number} counts {group.step:g} steps, the others {usual:g}"
-                # No gradient is needed for these to count: only a group that was added later counts less.
-                violations.append(replace(_of_group(catalog, group, detail), severity=Severity.WARNING))
-        num_holds += len(counters) - len(odd) + sum(step == usual for step in steps)
+        for counters in own.values():
+            usual = _usual(scalar.value for scalar in counters)
+            odd = [scalar for scalar in counters if scalar.value != usual]
+            for scalar in odd:
+                detail = f"was updated {_times(scalar.value)}, most parameters of its file {_times(usual)}"
+                name = plain(scalar.tensor)
+                violations.append(Violation(name, (_at(catalog, scalar, tensors, detail),), f"{name} {detail}"))
+            num_holds += len(counters) - len(odd)
+        if steps and (own or len(steps) > 1):
+            usual = _usual([scalar.value for scalar in by_file.get(file, [])] or steps)
+            violations += _odd_groups(catalog, groups[file], usual)
+            num_holds += sum(step == usual for step in steps)
     if not num_holds and not violations:
         return Judgement(not_applicable={_NO_COUNTERS: 1})
     return Judgement(num_holds, tuple(violations))
+
+
+def _odd_groups(catalog: Catalog, groups: Sequence[ParameterGroup], usual: float) -> Iterable[Violation]:
+    for group in groups:
+        if group.step and group.step != usual:
+            detail = f"parameter group {group.number} counts {group.step:g} steps, the others {usual:g}"
+            # No gradient is needed for these to count: only a group that was added later counts less.
+            yield replace(_of_group(catalog, group, detail), severity=Severity.WARNING)
 
 
 def _of_group(catalog: Catalog, group: ParameterGroup, detail: str) -> Violation:
@@ -299,16 +307,16 @@ INVARIANTS = (
         source="huggingface/transformers#23034; torch/optim/adam.py (_init_group)",
         example="pooler.weight is handed to the optimizer (group 0) but has no moments, others have",
         misses="Parameters that were meant to be trained but not handed to the optimizer: in no group, they count as "
-               "frozen.",
+               "frozen. Not applicable where only their moments say which parameters the optimizer has (optax).",
         hint="If these parameters are frozen or unused, hand only trained ones to the optimizer, or waive this. Else "
              "compare with an earlier save.",
         judge_step=trained_parameters_have_moments, one_fault=True, likely_causes=(_PARTIAL,),
     ),
     Invariant(
         "OPT007", "counters-apart", Severity.NOTE,
-        statement="Within a file, all counters of optimizer steps are equal, those of groups included (a warning: they "
-                  "need no gradient). Legal exceptions are parameters that were unfrozen later or get no gradient in "
-                  "some steps; a group that counts 0 is one whose optimizer never updates the group's own counter.",
+        statement="Within a file, all counters of one optimizer's steps are equal, those of groups included (a "
+                  "warning: they need no gradient). Legal exceptions are parameters that were unfrozen later or get no "
+                  "gradient in some steps; a group that counts 0 is one whose optimizer never updates its counter.",
         rationale="Bias correction and schedules go by these counters; after a conversion that filled one place only, "
                   "part of the model is trained as at the start.",
         source="deepspeedai/DeepSpeed#5289; radixark/miles#1627",

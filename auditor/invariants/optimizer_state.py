@@ -17,8 +17,11 @@ _PLACE = re.compile(r"@[a-z]+=\d+(?:,[a-z]+=\d+)*$")
 _KEYS = {Role.FIRST_MOMENT: "exp_avg", Role.SECOND_MOMENT: "exp_avg_sq"}
 _SHAPED = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 """What has its parameter's shape in every optimizer that keeps it under this name."""
-_FACTORS = {"exp_avg_sq": ("exp_avg_sq_row", "exp_avg_sq_col"), "variance": ("row_var", "col_var")}
-"""Adafactor's second moment, whole or as the factors of a matrix: its first implementations, and torch's."""
+_FACTORS = (
+    ("exp_avg_sq", ("exp_avg_sq_row", "exp_avg_sq_col")), ("exp_avg_sq", ("v_row", "v_col")),
+    ("variance", ("row_var", "col_var")),
+)  # fmt: skip
+"""Adafactor's second moment, whole or as the factors of a matrix: its first implementations, optax's and torch's."""
 _UNIFORM = frozenset({
     "square_avg", "grad_avg", "acc_delta", "sum", "exp_inf", "prev", "step_size", "ax", "eta", "mu", "momentum_buffer",
     "exp_avg",
@@ -147,7 +150,7 @@ class _Needs:
     def lacking(self, kept: Iterable[str]) -> tuple[str, ...]:
         """The keys that are not among those ``kept``, nor are they as factors."""
         have = set(kept)
-        have |= {key for key, factors in _FACTORS.items() if have.issuperset(factors)}
+        have |= {key for key, factors in _FACTORS if have.issuperset(factors)}
         return tuple(key for key in self.keys if key not in have)
 
 
@@ -157,9 +160,11 @@ def _needs(group: ParameterGroup, kept: frozenset[str]) -> _Needs:
     adam = "betas" in settings and "eps" in settings
     if "proj_type" in settings or "update_proj_gap" in settings:
         return _Needs(unknown="its state lies in a space of lower rank, whose shapes are not known")
-    for key, factors in _FACTORS.items():
+    for key, factors in _FACTORS:
         if kept.intersection(factors):
             return _Needs(("exp_avg", key) if "exp_avg" in kept else (key,))
+    if group.from_state:
+        return _Needs(tuple(sorted(kept)))
     if kept.intersection(_EIGHT_BIT):
         return _Needs(tuple(key for key in _EIGHT_BIT if key in kept))
     if "exp_avg_sq" in kept:
@@ -312,7 +317,10 @@ def _on_others(kept: KeptState, name: str, key: str, numbers: Sequence[int]) -> 
         return None
     holders = {catalog.files[file].name for file in kept.files_of(numbers)}
     others = {file.name for file in catalog.files if file.state is FileState.PRESENT} - holders
-    without = [group for group in catalog.groups if group.file in others and _names(group, name)]
+    without = [
+        group for group in catalog.groups
+        if group.file in others and any(plain(other) == name for other in group.parameters or ())
+    ]  # fmt: skip
     if not without or not holders:
         return None
     tensor = catalog.tensors[numbers[0]]
@@ -322,10 +330,6 @@ def _on_others(kept: KeptState, name: str, key: str, numbers: Sequence[int]) -> 
         for group in without
     )
     return Violation(name, locations, f"{catalog.within(without[0].file)} {detail}")
-
-
-def _names(group: ParameterGroup, name: str) -> bool:
-    return any(plain(other) == name for other in group.parameters or ())
 
 
 def trained_parameters_have_moments(evidence: StepEvidence) -> Judgement:
@@ -345,7 +349,8 @@ def trained_parameters_have_moments(evidence: StepEvidence) -> Judgement:
         need = needs[group.number]
         if name not in kept.parameters:
             continue
-        if reason := need.none or (name in masters and "it has an fp32 master: OPT001 judges it"):
+        told = "which parameters the optimizer has is told by their moments alone" if group.from_state else ""
+        if reason := need.none or told or (name in masters and "it has an fp32 master: OPT001 judges it"):
             legal[reason] = legal.get(reason, 0) + 1
         elif kept.state.get(name):
             num_holds += 1

@@ -109,6 +109,8 @@ class Scalar:
     """The parameter whose optimizer state counts these steps, for counters kept per parameter."""
     dtype: DType | None = None
     """In which the file keeps it, for numbers kept as tensors."""
+    optimizer: str = ""
+    """Which of the optimizers that one file holds counts these steps; each goes at a pace of its own."""
 
     @property
     def saturated(self) -> bool:

@@ -25,6 +25,8 @@ class ParameterGroup:
     """Names of the tensors handed to the group; None where the files don't say which they are."""
     step: float | None = None
     """The group's own count of optimizer steps, where it keeps one."""
+    from_state: bool = False
+    """Whether its parameters are known by the state that is kept for them, and by nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

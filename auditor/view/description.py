@@ -36,7 +36,8 @@ def description(catalog: Catalog) -> dict[str, Any]:
 def _scalar(catalog: Catalog, one: Scalar) -> dict[str, Any]:
     found = {"name": one.name, "value": _value(one.value), **_place(catalog, one.file, one.coordinate)}
     kept = {"dtype": one.dtype.name} if one.dtype else {}
-    return {**found, **({"tensor": one.tensor} if one.tensor else {}), **kept}
+    named = {key: value for key, value in (("tensor", one.tensor), ("optimizer", one.optimizer)) if value}
+    return {**found, **named, **kept}
 
 
 def _problem(catalog: Catalog, one: Problem) -> dict[str, Any]:
@@ -55,7 +56,7 @@ def _group(catalog: Catalog, one: ParameterGroup) -> dict[str, Any]:
         "number": one.number, **_place(catalog, one.file, one.coordinate), "optimizer": one.optimizer,
         "step": _value(one.step),
         "hyperparameters": {name: _value(value) for name, value in one.hyperparameters.items()},
-        "parameters": None if one.parameters is None else list(one.parameters),
+        "parameters": None if one.parameters is None else list(one.parameters), "from_state": one.from_state,
     }  # fmt: skip
 
 
