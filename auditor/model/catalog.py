@@ -177,10 +177,7 @@ def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def placed_in_file(piece: Piece, shape: Sequence[int], box: Box) -> tuple[int, tuple[int, ...]]:
-    """Where ``box`` of the whole tensor (of ``shape``) lies in a piece that contains it.
-
-    Returns the element offset from the piece's first element, and the strides, in elements, of the box's dims.
-    """
+    """Where ``box`` of a tensor of ``shape`` lies in a piece that contains it: offset and strides, in elements."""
     if isinstance(piece.region, FlatRange):
         strides = c_strides(shape)
         return sum(a * s for a, s in zip(box.start, strides, strict=True)) - piece.region.start, strides
