@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from auditor.model.catalog import Catalog, File, PiecesBuilder, Problem, Role, Scalar, Tensor
+from auditor.model.catalog import Catalog, File, Problem, Role, Scalar, Tensor
 from auditor.model.dtype import DType
 from auditor.model.mesh import Coordinate, Mesh, Placement
 from auditor.model.optimizer import ParameterGroup, Tie
+from auditor.model.pieces_builder import PiecesBuilder
 from auditor.model.region import Box, Region
 
 

@@ -1,292 +1,223 @@
-"""Turns the files of a DeepSpeed pipeline checkpoint into a Catalog: pieces, scalars, and what contradicts itself.
-
-Files that must be there but aren't, or can't be read, have their pieces in the Catalog all the same: so that what is
-lost is known by tensor and region, and is laid to the file.
-"""
+"""Turns the files of a plain DeepSpeed engine into a Catalog: pieces, scalars, and what contradicts itself."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
 
 from auditor.adapters.adapter import Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder, Part
-from auditor.adapters.counters import read_numbers
-from auditor.adapters.deepspeed_files import LAYER, count_in, read_step_files, shapes_in
-from auditor.adapters.deepspeed_layout import Layout
-from auditor.adapters.flat_partitions import FlatGroup, place_slice
-from auditor.adapters.optimizer_index import is_count, settings
+from auditor.adapters.deepspeed_files import EngineFiles, Rank, read_engine_files
+from auditor.adapters.deepspeed_flats import Flat, FlatStates, masters_of
+from auditor.adapters.deepspeed_records import Shapes, count_in, renamed, shapes_in
+from auditor.adapters.flat_partitions import CutParameters, FlatGroup, cut_anew, length_of
+from auditor.adapters.megatron_names import megatron_args, place, sizes_from
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.ties import distinct, in_one_storage
-from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Catalog, FileState, Problem, ProblemKind, Role, Scalar
-from auditor.model.dtype import BFLOAT16, FLOAT32, DType
-from auditor.model.mesh import Coordinate
-from auditor.model.optimizer import ParameterGroup, Tie
-from auditor.model.region import FlatRange
+from auditor.model.dtype import BFLOAT16, DType
+from auditor.model.mesh import Coordinate, Placement, Replicate, coordinates_along, global_shape, local_box
+from auditor.model.optimizer import Tie
+from auditor.model.region import whole
 from auditor.storage.store import Store, join
 
-_FLATS: dict[Role, tuple[str, ...]] = {
-    Role.MASTER: ("single_partition_of_fp32_groups",),
-    Role.FIRST_MOMENT: ("base_optimizer_state", "state", "exp_avg"),
-    Role.SECOND_MOMENT: ("base_optimizer_state", "state", "exp_avg_sq"),
-}
-"""Where in ``optimizer_state_dict`` a role's flat partitions are; the group's number goes in before the last key."""
 
-
-class DeepSpeedReading:
+class EngineReading:
     """One step being read."""
 
     def __init__(self, store: Store, folder: Folder, options: Options) -> None:
-        self.store, self.folder, self.names_only = store, folder, options.names_only
-        self.files = read_step_files(store, folder, names_only=options.names_only)
-        self.degrees = self.files.degrees
-        self.layout = Layout(self.files, options)
-        self.flat_groups = {stage: [*map(FlatGroup, groups)] for stage, groups in self.layout.groups.items()}
+        self.store, self.folder, self.options = store, folder, options
+        self.files: EngineFiles = read_engine_files(store, folder, names_only=options.names_only)
+        self.mesh = self.files.mesh
         self.builder = CatalogBuilder()
+        self.flats = FlatStates(self.builder, store, folder.path, self.part)
+        readable = [file for _, file in sorted(self.files.models.items()) if file.tree]
+        self.shapes: list[Shapes] = next(filter(None, (shapes_in(file, "param_shapes") for file in readable)), [])
+        """Per parameter group (sub-group in stage 3), name to local shape, in the order of the flat buffers."""
+        self.trained = {name: shape for group in self.shapes for name, shape in group.items()}
+        self.frozen = next(filter(None, (shapes_in(file, "frozen_param_shapes") for file in readable)), [{}])[0]
+        self.buffers = {str(name) for file in readable for name in _listed(file, "buffer_names")}
+        self.orders: dict[str, int] = {}
+        """Name to its place in the model."""
+        for names in (*(file.tree["module"] for file in readable if _module(file)), self.trained, self.frozen):
+            for name in names:
+                self.orders.setdefault(name, len(self.orders))
+        args = next(filter(None, map(megatron_args, readable)), {})
+        self.sizes = sizes_from(args, self.trained)
+        self.parts: dict[object, Part] = {}
         self.names: dict[tuple[int, int], tuple[str, ...]] = {}
-        """mp_rank and group to the names of its parameters."""
+        """Model-parallel rank and flat buffer to the names of the tensors in it."""
 
     def catalog(self, step: int, format_name: str) -> Catalog:
         """The Catalog of the step."""
         for file, coordinate in self.files.all():
-            if match := LAYER.fullmatch(file.name):
-                coordinate = coordinate.merged(Coordinate.of(pp=self.layout.stage_of_layer(int(match[1]))))
             self.builder.file(file.as_rank_file(self.folder.path, coordinate))
-            self._check_root(file, coordinate)
-        for layer in self.layout.layers:
-            self._add_layer(layer)
-        if not self.names_only:
-            self._add_unstored_tied()
-        for (dp, mp_rank), file in sorted(self.files.zeros.items()):
-            self._add_zero_file(dp, mp_rank, file)
-        for mp_rank, file in sorted(self.files.models.items()):
-            self._add_model_file(mp_rank, file)
+            if problem := renamed(file):
+                self._problem(ProblemKind.OTHER_RANK, file, problem, coordinate)
+        self._add_weights()
+        self.flats.learn([*self.files.zeros.values()], len(self.shapes))
+        for rank, file in sorted(self.files.zeros.items()):
+            self._add_zero_file(rank, file)
+        for rank, file in sorted(self.files.models.items()):
+            self._add_records(rank, file)
         self._add_ties()
-        self._add_leftovers()
-        claimed = {file.name for file, _ in self.files.all()} | {*self.files.leftovers, *self.files.deeper}
+        for name in self.files.leftovers:
+            message = f"is of no rank of the mesh ({self.mesh}), or there twice"
+            self.builder.problems.append(Problem(ProblemKind.LEFTOVER, join(self.folder.path, name), message))
+        for name, what in self.files.impossible.items():
+            self.builder.problems.append(Problem(ProblemKind.METADATA, join(self.folder.path, name), what))
+        claimed = {file.name for file, _ in self.files.all()} | {*self.files.leftovers}
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in claimed]
-        return self.builder.build(
-            step, self.folder.path, format_name, self.degrees.mesh, self.files.opaque(), unclaimed
-        )
+        catalog = self.builder.build(step, self.folder.path, format_name, self.mesh, self.files.opaque(), unclaimed)
+        return replace(catalog, masters_alone=self.files.stage_3)
 
     def _problem(
         self, kind: ProblemKind, file: StepFile, message: str, coordinate: Coordinate, tensor: str = ""
     ) -> None:
         self.builder.problems.append(Problem(kind, join(self.folder.path, file.name), message, coordinate, tensor))
 
-    def _scalar(self, name: str, value: float, file: StepFile, coordinate: Coordinate) -> None:
-        self.builder.scalars.append(Scalar(name, value, join(self.folder.path, file.name), coordinate))
+    def part(self, name: str, role: Role, local: tuple[int, ...], coordinate: Coordinate) -> Part:
+        """Where the part of ``name`` with shape ``local`` lies that the rank at ``coordinate`` holds."""
+        once = role in (Role.PARAMETER, Role.BUFFER)
+        key = name, once, local, coordinate.along(("tp",))
+        if key not in self.parts:
+            self.parts[key] = self._part(name, local, coordinate, once=once)
+        return self.parts[key]
 
-    def _add_leftovers(self) -> None:
-        for name in self.files.leftovers:
-            message = f"is of no rank of the mesh ({self.degrees.mesh}), or there twice"
-            self.builder.problems.append(Problem(ProblemKind.LEFTOVER, join(self.folder.path, name), message))
-        for name in self.files.deeper:
-            message = "is a layer of another, deeper model: this one's records know of none there; loaders pass it over"
-            path = join(self.folder.path, name)
-            self.builder.problems.append(Problem(ProblemKind.LEFTOVER, path, message, ignored=True))
-        for name, what in self.files.impossible.items():
-            self.builder.problems.append(Problem(ProblemKind.METADATA, join(self.folder.path, name), what))
+    def _part(self, name: str, local: tuple[int, ...], coordinate: Coordinate, *, once: bool) -> Part:
+        order = self.orders.get(name, 1 << 40)
+        placed = place(name, local, self.files.tp, self.sizes, self.options.stated("tp", name))
+        # Weights are written by data-parallel rank 0 alone; with stage 3, each rank has its own part.
+        stored_once = ("dp",) if once and self.files.dp > 1 and not self.files.stage_3 else ()
+        if placed.how is None:
+            alone = f"{name}@{coordinate.along(('tp',))}"
+            return Part(alone, order, local, ((whole(local), 0),), stored_once=stored_once, undetermined=placed.reason)
+        placement: Placement = {"tp": placed.how} if self.files.tp > 1 else {}
+        axes = (("tp", range(self.files.tp)),) if placement and isinstance(placed.how, Replicate) else ()
+        return Part(
+            name, order, global_shape(local, placement, self.mesh),
+            ((local_box(local, placement, self.mesh, coordinate), 0),), tuple(axis for axis, _ in axes),
+            coordinates_along(axes) if axes else (), stored_once, placement,
+        )  # fmt: skip
 
-    def _check_root(self, file: StepFile, coordinate: Coordinate) -> None:
-        """torch.save names the root after the path: a copied or renamed file keeps that of its origin."""
-        # A saver that writes NAME.pt.tmp and renames it leaves NAME.pt; one that writes to a buffer leaves `archive`.
-        if file.content and file.content.root not in (file.name.removesuffix(".pt"), file.name, "archive"):
-            self._problem(ProblemKind.OTHER_RANK, file, f"was saved under the name {file.content.root}", coordinate)
+    # Weights
 
-    # Weights: layer files
-
-    def _add_layer(self, layer: int) -> None:
-        files = self.files.of_layer(layer)
-        for key, local in self.layout.layers[layer].items():
-            stored = [tensor for _, file in files if isinstance(tensor := file.tree.get(key), StoredTensor)]
-            dtype = stored[0].dtype if stored else BFLOAT16
-            for tp, file in files:
-                coordinate = Coordinate.of(pp=self.layout.stage_of_layer(layer), tp=tp)
-                name = f"{self.layout.prefixes[layer]}{key}"
-                part = self.layout.part(name, Role.PARAMETER, local, coordinate)
-                tensor = self.builder.tensor_of(part, Role.PARAMETER, dtype)
-                self._add_weight(tensor, part, file, key, dtype, coordinate)
-
-    def _add_unstored_tied(self) -> None:
-        """Tied modules have no number in any name, so their lost files can't be named; that they lack pieces can."""
-        for name, local in self.layout.unstored_tied().items():
-            for tp in range(self.degrees.tp):
-                coordinate = Coordinate.of(pp=self.layout.stages[name][0], tp=tp)
-                part = self.layout.part(name, Role.PARAMETER, local, coordinate)
-                self.builder.tensor_of(part, Role.PARAMETER, BFLOAT16)
+    def _add_weights(self) -> None:
+        modules = {rank: _module(file) for rank, file in self.files.models.items()}
+        expected = {**self.trained, **self.frozen}
+        for key in self.orders:
+            stored = {rank: module[key] for rank, module in modules.items() if key in module}
+            if self.files.stage_3:
+                continue
+            found = next(iter(stored.values()), None)
+            local = expected.get(key, found.shape if found else None)
+            if local is not None:
+                self._add_weight(key, local, found.dtype if found else BFLOAT16, stored)
 
     def _add_weight(
-        self, tensor: int, part: Part, file: StepFile, key: str, dtype: DType, coordinate: Coordinate
-    ) -> None:
-        """The piece that one layer file holds of a tensor, or should hold."""
-        file_id, ((box, _),) = self.builder.file_id(join(self.folder.path, file.name)), part.boxes
-        stored = file.tree.get(key)
-        if not isinstance(stored, StoredTensor):
-            if file.state is not FileState.PRESENT:
-                self.builder.piece(tensor, file_id, 0, box, coordinate, key=key)
-        elif (stored.shape, stored.dtype) == (box.shape, dtype):
-            self.builder.piece(tensor, file_id, stored.offset, box, coordinate, key=key, strides=stored.strides)
-        else:
-            found, expected = f"{stored.dtype.name}{list(stored.shape)}", f"{dtype.name}{list(box.shape)}"
-            message = f"holds {key} as {found}, expected is {expected}"
-            self._problem(ProblemKind.RANKS_DISAGREE, file, message, coordinate, part.name)
-
-    # Masters and moments: zero files
-
-    def _add_zero_file(self, dp: int, mp_rank: int, file: StepFile) -> None:
-        coordinate = self.degrees.model_coordinate(mp_rank).merged(Coordinate.of(dp=dp))
-        groups = self.layout.groups[mp_rank // self.degrees.tp]
-        if not groups and file.state is FileState.PRESENT:
-            self._problem(ProblemKind.UNPLACED, file, "no mp_rank file tells the order of its parameters", coordinate)
-        for group, members in enumerate(self.flat_groups[mp_rank // self.degrees.tp]):
-            for role in _FLATS:
-                self._add_flat(file, role, group, members, coordinate)
-            self._check_mapping(file, group, members, coordinate)
-        if file.content:
-            self._add_groups(file, mp_rank, coordinate)
-
-    def _add_flat(self, file: StepFile, role: Role, group: int, members: FlatGroup, coordinate: Coordinate) -> None:
-        """The pieces of one flat partition, or those that a lost file should hold."""
-        flat = _flat(file, role, group)
-        length = members.partition_length(self.degrees.dp)
-        if flat is None and file.state is FileState.PRESENT:
-            return
-        filled = members.num_elements - coordinate.as_dict()["dp"] * length
-        # ZeRO-1 and 2 store the last fp32 partition without its padding.
-        trimmed = flat is not None and 0 <= filled < length and flat.shape[0] == filled
-        if flat is not None and flat.shape[0] != length and not trimmed:
-            # Cut at the wrong places, every slice would be another parameter's.
-            message = f"its {role.value} group {group} has {flat.shape[0]} elements, param_shapes imply {length}"
-            self._problem(ProblemKind.METADATA, file, message, coordinate)
-            return
-        dtype, offset = (flat.dtype, flat.offset) if flat else (FLOAT32, 0)
-        file_id = self.builder.file_id(join(self.folder.path, file.name))
-        key, width = f"{'.'.join(_FLATS[role])}[{group}]", dtype.bits // 8
-        for piece in members.slices(coordinate.as_dict()["dp"], length):
-            # Of a lost file nobody misses the padding; a small model on a large mesh has little else.
-            if not piece.name and (trimmed or flat is None):
-                continue
-            if not piece.name:
-                name, count = f"{role.value}.group{group}@{coordinate}", piece.stop - piece.start
-                tensor = self.builder.tensor(name, Role.PADDING, dtype, (count,), 1 << 50)
-                self.builder.piece(tensor, file_id, offset + piece.at * width, FlatRange(0, count), coordinate, key=key)
-                continue
-            part = self.layout.part(piece.name, role, members.shapes[piece.name], coordinate)
+        self, key: str, local: tuple[int, ...], dtype: DType, stored: Mapping[Rank, StoredTensor]
+    ) -> None:  # fmt: skip
+        role = Role.BUFFER if key in self.buffers else Role.PARAMETER
+        for rank, file in self.files.models.items():
+            coordinate = self.files.coordinate(rank, of_dp=False)
+            part = self.part(key, role, local, coordinate)
             tensor = self.builder.tensor_of(part, role, dtype)
-            ((box, _),) = part.boxes
-            for region, at in place_slice(piece, box, part.shape):
-                self.builder.piece(tensor, file_id, offset + at * width, region, coordinate, key=key)
+            file_id, ((box, _),) = self.builder.file_id(join(self.folder.path, file.name)), part.boxes
+            found = stored.get(rank)
+            if found is None:
+                if file.state is not FileState.PRESENT:
+                    self.builder.piece(tensor, file_id, 0, box, coordinate, key=f"module.{key}")
+            elif (found.shape, found.dtype) == (box.shape, dtype):
+                self.builder.piece(
+                    tensor, file_id, found.offset, box, coordinate, key=f"module.{key}", strides=found.strides
+                )
+            else:
+                has, wanted = f"{found.dtype.name}{list(found.shape)}", f"{dtype.name}{list(box.shape)}"
+                message = f"holds {key} as {has}, expected is {wanted}"
+                self._problem(ProblemKind.RANKS_DISAGREE, file, message, coordinate, part.name)
 
-    def _check_mapping(self, file: StepFile, group: int, members: FlatGroup, coordinate: Coordinate) -> None:
-        """``param_slice_mappings``, where recorded, must say what the shapes imply."""
-        recorded = _dig(file.tree, "optimizer_state_dict", "param_slice_mappings", group)
-        flat = _flat(file, Role.MASTER, group)
-        if flat is None or not isinstance(recorded, dict):
-            return
-        parts = members.slices(coordinate.as_dict()["dp"], flat.shape[0])
-        implied = {part.name: (part.at, part.stop - part.start) for part in parts if part.name}
-        stated = {
-            str(name): (address.attributes().get("start"), address.attributes().get("numel"))
-            for name, address in recorded.items()
-            if isinstance(address, Opaque)
-        }
-        for name in sorted(stated.keys() | implied.keys()):
-            if stated.get(name) != implied.get(name):
-                message = f"its slice mapping puts {name} at {stated.get(name)}, param_shapes imply {implied.get(name)}"
-                self._problem(ProblemKind.METADATA, file, message, coordinate, name)
-                return
+    # Masters and moments
 
-    # Scalars
+    def _add_zero_file(self, rank: Rank, file: StepFile) -> None:
+        coordinate = self.files.coordinate(rank)
+        if not self.shapes and file.state is FileState.PRESENT:
+            self._problem(ProblemKind.UNPLACED, file, "no model file tells the order of its parameters", coordinate)
+        flats = self._flats_of(rank, file)
+        for number, flat in enumerate(flats):
+            self.flats.add(file, coordinate, number, flat)
+            self.flats.check_mapping(file, coordinate, number, flat)
+        if file.content:
+            self.flats.add_groups(file, coordinate, {n: self._names_in(rank, n, f) for n, f in enumerate(flats)})
 
-    def _add_groups(self, file: StepFile, mp_rank: int, coordinate: Coordinate) -> None:
-        """Parameter groups, and the optimizer's own step in each.
+    def _flats_of(self, rank: Rank, file: StepFile) -> list[Flat]:
+        """What lies in each flat buffer of a rank, by the recorded shapes."""
+        if not self.files.stage_3:
+            gaps = file.tree.get("optimizer_state_dict", {})
+            gaps = gaps.get("param_alignment_paddings") if isinstance(gaps, dict) else None
+            groups = [FlatGroup(shapes, _gaps(gaps, at, len(shapes))) for at, shapes in enumerate(self.shapes)]
+            return [Flat(group.partition(rank[0], self.files.dp), group.shapes) for group in groups]
+        parts = [CutParameters(shapes).partition(rank[0], self.files.dp) for shapes in self.shapes]
+        lengths = [flat.shape[0] for flat in masters_of(file)[1]]
+        implied = [length_of(part) for part in parts]
+        if lengths != implied and sum(lengths) == sum(implied):
+            # Older ones record shapes by parameter group, buffers are by sub-group.
+            parts = cut_anew(parts, lengths)
+            return [Flat(part, self.trained) for part in parts]
+        return [Flat(part, shapes) for part, shapes in zip(parts, self.shapes, strict=True)]
 
-        That is a 0-d tensor (torch), or a number in the state or in the group (fused Adams).
-        """
-        path = join(self.folder.path, file.name)
-        base = _dig(file.tree, "optimizer_state_dict", "base_optimizer_state")
-        groups = range(len(self.flat_groups[mp_rank // self.degrees.tp]))
-        kept = {(key, at): _dig(base, *where) for at in groups for key, where in _steps_of(at)}
-        tensors = {key: value for key, value in kept.items() if isinstance(value, StoredTensor)}
-        kept |= read_numbers(self.store, path, tensors)
-        kind = _dig(file.tree, "ds_config", "optimizer", "type")
-        for at in groups:
-            steps = [(float(value), key) for key, _ in _steps_of(at) if is_count(value := kept[key, at])]
-            if steps:
-                tensor = tensors.get((steps[0][1], at))
-                dtype = tensor.dtype if tensor else None
-                self.builder.scalars.append(Scalar("optimizer_step", steps[0][0], path, coordinate, "", dtype))
-            recorded = _dig(base, "param_groups", at)
-            self.builder.groups.append(ParameterGroup(
-                at, path, coordinate, kind.lower()[:64] if isinstance(kind, str) else "",
-                settings(recorded) if isinstance(recorded, dict) else {}, self._names_in(mp_rank, at),
-                steps[0][0] if steps else None,
-            ))  # fmt: skip
+    def _names_in(self, rank: Rank, number: int, flat: Flat) -> tuple[str, ...]:
+        """Names of the tensors in a flat buffer; data-parallel ranks share them."""
+        key = rank[1], number
+        if key not in self.names:
+            coordinate = self.files.coordinate(rank)
+            parts = (self.part(name, Role.MASTER, shape, coordinate) for name, shape in flat.shapes.items())
+            self.names[key] = tuple(part.name for part in parts)
+        return self.names[key]
 
-    def _names_in(self, mp_rank: int, group: int) -> tuple[str, ...]:
-        """Names of the parameters of a group; data-parallel ranks share them."""
-        if (mp_rank, group) not in self.names:
-            coordinate = self.degrees.model_coordinate(mp_rank)
-            shapes = self.flat_groups[mp_rank // self.degrees.tp][group].shapes
-            parts = (self.layout.part(name, Role.MASTER, shape, coordinate) for name, shape in shapes.items())
-            self.names[mp_rank, group] = tuple(part.name for part in parts)
-        return self.names[mp_rank, group]
+    # Scalars and ties
+
+    def _add_records(self, rank: Rank, file: StepFile) -> None:
+        coordinate, path = self.files.coordinate(rank, of_dp=self.files.stage_3), join(self.folder.path, file.name)
+        for key in ("global_steps", "skipped_steps", "global_samples", "iteration"):
+            value = file.tree.get(key)
+            if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53:
+                self.builder.scalars.append(Scalar(key, float(value), path, coordinate))
+        for key, degree in (("dp_world_size", self.files.dp), ("mp_world_size", self.files.tp)):
+            stated = count_in(file, key)
+            if stated not in (None, degree) and file.name not in self.files.impossible:
+                self._problem(ProblemKind.METADATA, file, f"records {key} {stated}, others {degree}", coordinate)
+        if file.content and shapes_in(file, "param_shapes") not in (self.shapes, []):
+            message = "its param_shapes differ from those of the other ranks"
+            self._problem(ProblemKind.RANKS_DISAGREE, file, message, coordinate)
 
     def _add_ties(self) -> None:
-        """What a layer's file keeps as one, and what the engine says are two names of one parameter."""
+        """What a file keeps as one, and what the engine says are two names of one parameter."""
         ties: list[Tie] = []
-        for (layer, _), file in sorted(self.files.layers.items()):
-            keys = {key: value for key, value in file.tree.items() if isinstance(value, StoredTensor)}
-            named = {f"{self.layout.prefixes[layer]}{key}": value for key, value in keys.items()}
-            ties += in_one_storage(named, file.name)
         for _, file in sorted(self.files.models.items()):
+            weights = {name: tensor for name, tensor in _module(file).items() if name not in self.buffers}
+            ties += in_one_storage(weights, file.name)
             shared = file.tree.get("shared_params")
             for alias, source in shared.items() if isinstance(shared, dict) else ():
                 if isinstance(alias, str) and isinstance(source, str):
                     ties.append(Tie((source, alias), f"shared_params in {file.name}"))
         self.builder.ties.extend(distinct(ties))
 
-    def _add_model_file(self, mp_rank: int, file: StepFile) -> None:
-        coordinate = self.degrees.model_coordinate(mp_rank)
-        for key in ("global_steps", "skipped_steps", "global_samples", "iteration"):
-            value = file.tree.get(key)
-            if isinstance(value, int) and 0 <= value < 1 << 53:
-                self._scalar(key, float(value), file, coordinate)
-        for key, degree in (("dp_world_size", self.degrees.dp), ("mp_world_size", self.degrees.pp * self.degrees.tp)):
-            stated = count_in(file, key)
-            if stated not in (None, degree):
-                self._problem(ProblemKind.METADATA, file, f"records {key} {stated}, others {degree}", coordinate)
-        if file.content and shapes_in(file, "param_shapes") != self.layout.groups[mp_rank // self.degrees.tp]:
-            message = "its param_shapes differ from those of its stage's other tensor-parallel ranks"
-            self._problem(ProblemKind.RANKS_DISAGREE, file, message, coordinate)
+
+def _module(file: StepFile) -> dict[str, StoredTensor]:
+    """The module's state dict in a model file."""
+    module = file.tree.get("module")
+    found = module.items() if isinstance(module, dict) else ()
+    return {name: value for name, value in found if isinstance(name, str) and isinstance(value, StoredTensor)}
 
 
-def _flat(file: StepFile, role: Role, group: int) -> StoredTensor | None:
-    """The flat partition of one role and group, if the file holds it as one."""
-    *path, last = _FLATS[role]
-    value = (
-        _dig(file.tree, "optimizer_state_dict", *path, group, last)
-        if path
-        else _dig(file.tree, "optimizer_state_dict", last, group)
-    )
-    fits = isinstance(value, StoredTensor) and len(value.shape) == 1 and value.contiguous
-    return value if fits else None
+def _listed(file: StepFile, key: str) -> list[object]:
+    value = file.tree.get(key)
+    return value if isinstance(value, list) else []
 
 
-def _steps_of(group: int) -> tuple[tuple[str, tuple[object, ...]], ...]:
-    """Where a group's step may be, the place that counts first."""
-    return ("state", ("state", group, "step")), ("group", ("param_groups", group, "step"))
-
-
-def _dig(value: Any, *path: object) -> Any:
-    """The value under a path of keys and positions, or None."""
-    for key in path:
-        if isinstance(value, dict):
-            value = value.get(key)
-        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
-            value = value[key]
-        else:
-            return None
-    return value
+def _gaps(recorded: object, group: int, count: int) -> tuple[int, ...]:
+    """``param_alignment_paddings`` of a group, where they can be true."""
+    gaps = recorded[group] if isinstance(recorded, list) and group < len(recorded) else None
+    sane = isinstance(gaps, list) and len(gaps) == count and all(type(gap) is int and 0 <= gap < 64 for gap in gaps)
+    return tuple(gaps) if sane and isinstance(gaps, list) else ()

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
-from auditor.adapters.deepspeed_catalog import DeepSpeedReading
-from auditor.adapters.deepspeed_files import LAYER, MODEL, ZERO
+from auditor.adapters.deepspeed_pipeline_catalog import PipelineReading
+from auditor.adapters.deepspeed_pipeline_files import LAYER, MODEL, ZERO
+from auditor.adapters.deepspeed_records import step_pointer
 from auditor.adapters.step_file import StepFile
 from auditor.model.catalog import Catalog
-from auditor.storage.store import Store, base_name, join, read_text
+from auditor.storage.store import Store, base_name
 
 _STEP_FOLDER = re.compile(r"(?:.*\D)?(\d+)")
 _OWN_NAME = re.compile(r"global_step(\d{1,15})")
@@ -53,14 +54,8 @@ class DeepSpeedPipeline:
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """``latest``: the name of a step folder, without newline."""
-        if "latest" not in folder.files:
-            return None
-        name = join(folder.path, "latest")
-        tag = read_text(store, name).strip().rstrip("/")
-        # A name found inside a file may not lead out of the folder.
-        inside = tag and "/" not in tag and "\\" not in tag and tag not in (".", "..")
-        return Pointer(name, join(folder.path, tag) if inside else "")
+        return step_pointer(store, folder, "latest")
 
     def read(self, store: Store, folder: Folder, match: Match, options: Options) -> Catalog:
         """The Catalog of one step."""
-        return DeepSpeedReading(store, folder, options).catalog(match.step, self.name)
+        return PipelineReading(store, folder, options).catalog(match.step, self.name)

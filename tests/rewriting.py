@@ -1,9 +1,9 @@
 """Named damage through torch: committed checkpoints loaded, changed and saved again; small trainings."""
 
+import enum
 import shutil
 import sys
 import types
-from dataclasses import dataclass
 
 import pytest
 
@@ -16,12 +16,6 @@ DDP = ROOT / "tests" / "fixtures" / "torch_per_rank" / "healthy"
 MEGATRON = ROOT / "tests" / "fixtures" / "megatron_legacy"
 HEAD_WEIGHT, HEAD_BIAS, HIDDEN_WEIGHT = 5, 6, 3
 """Numbers of parameters in the optimizer of the DDP fixture."""
-
-
-@dataclass
-class fragment_address:
-    numel: int
-    start: int
 
 
 @pytest.fixture
@@ -38,13 +32,29 @@ def megatron(tmp_path):
     return tmp_path / "run"
 
 
+DEEPSPEED = {
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+    "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
+}
+"""Modules of DeepSpeed's to the classes that its files name."""
+
+
 @pytest.fixture
 def deepspeed(monkeypatch):
-    """The one class of DeepSpeed's that its optimizer files name, so that torch can load and save them."""
-    fragment_address.__module__ = "deepspeed.utils.tensor_fragment"
-    for name in ("deepspeed", "deepspeed.utils", "deepspeed.utils.tensor_fragment"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["deepspeed.utils.tensor_fragment"].fragment_address = fragment_address
+    """Those classes, so that torch can load and save the files."""
+    for module, names in DEEPSPEED.items():
+        parts = module.split(".")
+        for count in range(1, len(parts) + 1):
+            path = ".".join(parts[:count])
+            monkeypatch.setitem(sys.modules, path, sys.modules.get(path) or types.ModuleType(path))
+        for name in names:
+            setattr(sys.modules[module], name, type(name, (), {"__module__": module}))
+    config = types.ModuleType("deepspeed.runtime.zero.config")
+    config.ZeroStageEnum = enum.IntEnum(
+        "ZeroStageEnum", {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3}, module=config.__name__
+    )
+    for name in ("deepspeed.runtime.zero", config.__name__):
+        monkeypatch.setitem(sys.modules, name, config if name == config.__name__ else types.ModuleType(name))
 
 
 def change(files, by):

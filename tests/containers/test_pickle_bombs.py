@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 
-from auditor.adapters import deepspeed_files
+from auditor.adapters import deepspeed_pipeline_files
 from auditor.adapters.adapter import Folder
 from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
 from auditor.containers.pickle_machine import Limits, MemoryLimitError, PickleMachine
@@ -330,11 +330,11 @@ def test_small_files_always_find_room():
 
 
 def test_bombs_in_one_step_share_a_budget(monkeypatch):
-    monkeypatch.setattr(deepspeed_files, "RecordBudget", lambda: RecordBudget(8 * MIB))
+    monkeypatch.setattr(deepspeed_pipeline_files, "RecordBudget", lambda: RecordBudget(8 * MIB))
     content = saved(bomb("dictionaries", 20_000))
     names = [f"layer_{layer:02d}-model_00-model_states.pt" for layer in range(16)]
     store = MemoryStore(dict.fromkeys(names, content))
-    files = deepspeed_files.read_step_files(store, Folder.read(store, ""))
+    files = deepspeed_pipeline_files.read_step_files(store, Folder.read(store, ""))
     states = [files.layers[layer, 0].state for layer in range(16)]
     num_read = states.count(FileState.PRESENT)
     assert 4 <= num_read <= 8

@@ -6,9 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.model.catalog import File, PiecesBuilder, Role, c_strides, placed_in_file
+from auditor.model.catalog import File, Role, c_strides, placed_in_file
 from auditor.model.dtype import DTYPES, FLOAT32, UINT8
 from auditor.model.mesh import EVERYWHERE, NO_MESH, Coordinate, Mesh
+from auditor.model.pieces_builder import PiecesBuilder
 from auditor.model.region import Box, FlatRange, whole
 
 SMALL = st.integers(0, 1 << 40)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from auditor.adapters.adapter import Options
 from auditor.adapters.catalog_builder import Part
-from auditor.adapters.deepspeed_files import StepFiles
+from auditor.adapters.deepspeed_pipeline_files import StepFiles
 from auditor.adapters.megatron_names import Placed, megatron_args, place, rule_for, sizes_from
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Role

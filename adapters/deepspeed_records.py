@@ -1,0 +1,79 @@
+"""What DeepSpeed's files record, read carefully: names with shapes, counts, values under a path of keys."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from auditor.adapters.adapter import Folder, Pointer
+from auditor.adapters.step_file import StepFile
+from auditor.storage.store import Store, join, read_text
+
+MAX_ELEMENTS = 1 << 40
+"""Elements of the largest parameter that is believed."""
+MAX_NAMES = 1 << 20
+
+Shapes = dict[str, tuple[int, ...]]
+"""Name to shape."""
+
+
+def dig(value: Any, *path: object) -> Any:
+    """The value under a path of keys and positions, or None."""
+    for key in path:
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and key < len(value):
+            value = value[key]
+        else:
+            return None
+    return value
+
+
+def shapes_in(file: StepFile, key: str) -> list[Shapes]:
+    """``param_shapes`` or the like of one model file: per parameter group, name to (local) shape."""
+    recorded = file.tree.get(key)
+    groups = recorded if isinstance(recorded, list) else [recorded]
+    if sum(len(group) for group in groups if isinstance(group, dict)) > MAX_NAMES:
+        return []
+    return [
+        {name: shape for name, shape in group.items() if isinstance(name, str) and _is_shape(shape)}
+        for group in groups
+        if isinstance(group, dict)
+    ]
+
+
+def _is_shape(value: object) -> bool:
+    if not isinstance(value, tuple) or len(value) > 8:
+        return False
+    return all(isinstance(n, int) and n >= 0 for n in value) and math.prod(map(int, value)) <= MAX_ELEMENTS
+
+
+def count_in(file: StepFile, *keys: str) -> int | None:
+    """A positive whole number under a path of keys."""
+    value = dig(file.tree, *keys)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 1 << 20 else None
+
+
+def step_in(file: StepFile) -> int | None:
+    """The engine's ``global_steps``."""
+    value = file.tree.get("global_steps")
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None
+
+
+def renamed(file: StepFile) -> str:
+    """What shows that a file is a copy of another one: torch.save names the root after the path."""
+    # A saver that writes NAME.pt.tmp and renames it leaves NAME.pt; one that writes to a buffer leaves `archive`.
+    if file.content and file.content.root not in (file.name.removesuffix(".pt"), file.name, "archive"):
+        return f"was saved under the name {file.content.root}"
+    return ""
+
+
+def step_pointer(store: Store, folder: Folder, name: str) -> Pointer | None:
+    """A file that holds the name of a step folder, without newline."""
+    if name not in folder.files:
+        return None
+    path = join(folder.path, name)
+    tag = read_text(store, path).strip().rstrip("/")
+    # A name found inside a file may not lead out of the folder.
+    inside = tag and "/" not in tag and "\\" not in tag and tag not in (".", "..")
+    return Pointer(path, join(folder.path, tag) if inside else "")
