@@ -11,7 +11,16 @@ from auditor.containers.damage import DamagedError, UnsupportedError
 from auditor.containers.torch_zip import RecordBudget, TorchFile, read_torch_file
 from auditor.model.catalog import File, FileState
 from auditor.model.mesh import EVERYWHERE, Coordinate
-from auditor.storage.store import Entry, Handle, ObjectMissingError, StorageError, Store, changed_since, join
+from auditor.storage.store import (
+    Entry,
+    Handle,
+    ObjectChangedError,
+    ObjectMissingError,
+    StorageError,
+    Store,
+    changed_since,
+    join,
+)
 
 T = TypeVar("T")
 
@@ -47,6 +56,8 @@ class Opened(Generic[T]):
             return cls(name, FileState.DAMAGED, salvage(error), str(error), listed)
         except ObjectMissingError:
             return cls.absent(name)
+        except ObjectChangedError as error:
+            return cls(name, FileState.CHANGED, None, str(error), listed)
         except (UnsupportedError, StorageError) as error:
             return cls(name, FileState.UNREADABLE, None, str(error), listed)
 

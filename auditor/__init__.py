@@ -15,7 +15,7 @@ __all__ = ["__version__", "check", "export", "open_zarr"]
 
 
 def check(path: str, **choices: Any) -> Report:
-    """Audit everything under a local path, as `auditor check` does.
+    """Audit everything under a path or URL, as `auditor check` does.
 
     ``choices``: the command's options by name (``level="headers"``, ``steps="100:500"``, ``select=["REP"]``, …).
 
@@ -25,27 +25,27 @@ def check(path: str, **choices: Any) -> Report:
     """
     from auditor.audit import audit
     from auditor.configuration import make_settings
-    from auditor.storage.local import LocalStore
+    from auditor.storage.roots import open_store
 
-    return audit(LocalStore(path), make_settings(choices))
+    return audit(open_store([path]), make_settings(choices))
 
 
 def open_zarr(path: str) -> zarr.Group:
-    """The checkpoints under a local path as one read-only Zarr v3 group; see ``docs/zarr-layout.md``.
+    """The checkpoints under a path or URL as one read-only Zarr v3 group; see ``docs/zarr-layout.md``.
 
     Nothing is copied: arrays are assembled from the original files as they are read.
     """
     from auditor.discovery import step_nodes
-    from auditor.storage.local import LocalStore
+    from auditor.storage.roots import open_store
     from auditor.view.tree import run_tree
     from auditor.view.zarr_store import open_group
 
-    store = LocalStore(path)
+    store = open_store([path])
     return open_group(run_tree(store, step_nodes(store)))
 
 
 def export(path: str, target: str, **choices: Any) -> Exported:
-    """Write the run under a local path as a Zarr store, as `auditor export` does.
+    """Write the run under a path or URL as a Zarr store, as `auditor export` does.
 
     ``choices``: ``steps`` and ``tensors``, as the command's options.
 
@@ -55,6 +55,6 @@ def export(path: str, target: str, **choices: Any) -> Exported:
     """
     from auditor.configuration import make_settings
     from auditor.exporting import export as export_run
-    from auditor.storage.local import LocalStore
+    from auditor.storage.roots import open_store
 
-    return export_run(LocalStore(path), target, make_settings(choices))
+    return export_run(open_store([path]), target, make_settings(choices))

@@ -17,6 +17,7 @@ from auditor.errors import AuditorError, LockedError, NothingToAuditError, Usage
 if TYPE_CHECKING:
     from auditor.reports import Report
     from auditor.settings import Settings
+    from auditor.storage.store import Store
 
 USAGE, INCOMPLETE, NOTHING, INTERNAL, CHANGED, LOCKED, INTERRUPTED = 2, 3, 4, 5, 6, 11, 130
 """Exit codes of :class:`auditor.verdict.ExitCode` that are needed before it can be imported."""
@@ -29,22 +30,22 @@ app = typer.Typer(
 )  # fmt: skip
 
 
-def _path(text: str) -> Path:
+def _path(text: str) -> str:
     if not text:
         raise UsageError("an empty path: is the variable set?")
-    return Path(text)
+    return text
 
 
 RunPaths = Annotated[
-    list[Path],
+    list[str],
     typer.Argument(
         metavar="PATH...",
         parser=_path,
-        help="A run, a step, a folder of runs, a file of weights; or several roots of a run.",
+        help="A run, a step, a folder of runs, a file of weights; or several roots of a run. Also s3://, gs://, az://.",
     ),
 ]
 RunPath = Annotated[
-    Path, typer.Argument(metavar="PATH", parser=_path, help="A run, one step of it, or a folder of runs.")
+    str, typer.Argument(metavar="PATH", parser=_path, help="A run, one step of it, or a folder of runs.")
 ]
 Steps = Annotated[str | None, typer.Option(metavar="300|100:500|latest", help="Steps, inclusive ranges, comma lists.")]
 LevelName = Annotated[str | None, typer.Option(metavar="names|headers|replicas|values|full", help="How much to read.")]
@@ -125,6 +126,7 @@ def last_good(
         threads=threads,
     )  # fmt: skip
     from auditor.report.last_good_report import last_good_lines
+    from auditor.storage.roots import below
 
     report = _audit(paths, settings)
     if len(report.runs) > 1:
@@ -135,7 +137,7 @@ def last_good(
         _say(line)
     if run.last_good is None:
         raise typer.Exit(1)
-    print(paths[0] / run.last_good.path if run.last_good.path else paths[0])
+    print(below(paths[0], run.last_good.path))
 
 
 @app.command()
@@ -158,7 +160,7 @@ def inspect(path: RunPath, steps: Steps = None, config: Config = None, format: F
 @app.command()
 def export(
     run: RunPath,
-    target: Annotated[Path, typer.Argument(metavar="OUT.zarr", parser=_path, help="New, empty, or an export.")],
+    target: Annotated[str, typer.Argument(metavar="OUT.zarr", parser=_path, help="New, empty, or an export.")],
     steps: Steps = None, tensors: Tensors = None, config: Config = None, threads: Threads = None,
 ) -> None:  # fmt: skip
     """Write a run as a Zarr store on local disk, whatever layout it was saved in; verified by digest.
@@ -168,11 +170,14 @@ def export(
     """
     from auditor.exporting import export as export_run
     from auditor.report.export_report import last_lines, step_line
+    from auditor.storage.roots import is_url
 
+    if is_url(target):
+        raise UsageError(f"{target}: an export is written to local disk")
     settings = _settings(config, steps=steps, tensors=tensors, threads=threads)
     with _progress() as progress:
         result = export_run(
-            _store([run]), str(target), settings, progress=progress, done=lambda at, step: _say(step_line(at, step))
+            _store([run]), target, settings, progress=progress, done=lambda at, step: _say(step_line(at, step))
         )
     for line in last_lines(result):
         _say(line)
@@ -221,29 +226,13 @@ def _settings(config: Path | None, **flags: Any) -> Settings:
     return make_settings(flags, config)
 
 
-def _store(paths: Sequence[Path]) -> Any:
-    from auditor.storage.local import LocalStore
-    from auditor.storage.single import SingleFileStore
-    from auditor.storage.store import ObjectMissingError
-    from auditor.storage.union import UnionStore
+def _store(paths: Sequence[str]) -> Store:
+    from auditor.storage.roots import open_store
 
-    for path in map(str, paths):
-        if ":/" in path and not Path(path).exists():
-            raise UsageError(f"{path}: only local paths are read yet")
-    stores = [LocalStore(path) for path in paths]
-    for root, store in zip(paths, stores, strict=True):
-        try:
-            entry = store.stat("")
-        except ObjectMissingError as error:
-            raise UsageError(str(error)) from error
-        if not entry.is_folder:
-            if len(stores) > 1:
-                raise UsageError(f"{root}: a single file; several paths must be roots of one run")
-            return SingleFileStore(LocalStore(root.parent), root.name, str(root))
-    return UnionStore(stores) if len(stores) > 1 else stores[0]
+    return open_store(paths)
 
 
-def _audit(paths: Sequence[Path], settings: Settings, shards: Path | None = None) -> Report:
+def _audit(paths: Sequence[str], settings: Settings, shards: Path | None = None) -> Report:
     from auditor.audit import audit
     from auditor.storage.local import LocalStore
 
@@ -252,7 +241,7 @@ def _audit(paths: Sequence[Path], settings: Settings, shards: Path | None = None
         return audit(store, settings, progress=progress, shares=LocalStore(shards) if shards else None)
 
 
-def _measure_share(paths: Sequence[Path], settings: Settings, text: str, folder: Path | None) -> None:
+def _measure_share(paths: Sequence[str], settings: Settings, text: str, folder: Path | None) -> None:
     from auditor.audit import audit_share
 
     number, slash, of = text.partition("/")

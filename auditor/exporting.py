@@ -16,7 +16,7 @@ from auditor.view.export import StepExport, begin
 from auditor.view.export_tensor import Written
 
 if TYPE_CHECKING:
-    from auditor.storage.local import LocalStore
+    from auditor.storage.store import Store
 
 Told = Callable[[str, int], None]
 """Told the step's path and the bytes just written."""
@@ -44,7 +44,7 @@ class Exported:
 
 
 def export(
-    store: LocalStore, target: str, settings: Settings = DEFAULTS, *, threads: int = 2,
+    store: Store, target: str, settings: Settings = DEFAULTS, *, threads: int = 2,
     progress: Told = lambda path, num_bytes: None, done: Callable[[str, Written], None] = lambda path, written: None,
 ) -> Exported:  # fmt: skip
     """Write the chosen steps and tensors of the one run below ``store`` into the Zarr store ``target``.

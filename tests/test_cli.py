@@ -233,7 +233,7 @@ def test_fresh_file_times_do_not_make_the_sample_look_in_progress(tmp_path):
 
 
 def test_empty_and_remote_paths_are_usage_errors():
-    for path in ("", "s3://bucket/run"):
+    for path in ("", "ftp://host/run", "s3://"):
         done = auditor("check", path)
         assert done.returncode == 2, path
         assert done.stderr

@@ -28,6 +28,7 @@ LAZY = {
     "numba": {"observe/compiled_"},
     "llvmlite": {"observe/compiled_"},
     "distributed": {"observe/executors.py"},
+    "obstore": {"storage/object_"},
 }
 
 
@@ -91,11 +92,14 @@ def test_nothing_else_opens_for_writing():
             assert forbidden not in text, f"{path} holds {forbidden}"
 
 
+HEAVY = {"zarr", "numba", "torch", "jax", "obstore"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "forbidden"),
     [
-        (["-m", "auditor.cli", "--help"], {"numpy", "zarr", "numba", "torch", "jax"}),
-        (["-m", "auditor.cli", "check", str(ROOT / "samples/bloom_drift/healthy")], {"zarr", "numba", "torch", "jax"}),
+        (["-m", "auditor.cli", "--help"], {"numpy", *HEAVY}),
+        (["-m", "auditor.cli", "check", str(ROOT / "samples/bloom_drift/healthy")], HEAVY),
     ],
 )
 def test_heavy_packages_stay_lazy(arguments, forbidden):

@@ -25,6 +25,7 @@ from auditor.observe.plan import Table, Unit
 from auditor.storage.store import (
     Entry,
     Handle,
+    ObjectChangedError,
     ObjectMissingError,
     ShortReadError,
     StorageError,
@@ -192,6 +193,8 @@ class _Doing:
         read = self.result.observed["read"]
         read[rows] = np.maximum(read[rows], int(state))
         self.result.failures.setdefault(self.unit.files[number].name, str(error))
+        if isinstance(error, ObjectChangedError):
+            self.result.changed.add(self.unit.files[number].name)
 
     def done(self, rows: Sequence[int] | NDArray[np.int64]) -> None:
         """Note that what was wanted of ``rows`` here was read."""

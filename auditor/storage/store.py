@@ -31,6 +31,10 @@ class ShortReadError(StorageError, EOFError):
     """The object ends before the range that was asked for."""
 
 
+class ObjectChangedError(StorageError):
+    """Another version of the object is there than the one that was opened."""
+
+
 class TransientReadError(StorageError):
     """Storage failed in a way that may pass; worth another try."""
 

@@ -18,6 +18,7 @@ from auditor.storage.faulty import Faults, FaultyStore
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
 from auditor.storage.retrying import RetryingStore
+from auditor.storage.roots import store_at
 from auditor.storage.store import (
     AccessDeniedError,
     ObjectMissingError,
@@ -29,6 +30,7 @@ from auditor.storage.store import (
     read_bytes,
     read_text,
 )
+from tests import s3
 
 OBJECTS = {
     "top.bin": bytes(range(256)),
@@ -36,7 +38,7 @@ OBJECTS = {
     "folder/a": b"aaaa",
     "folder/b": b"bb",
     "folder/deeper/c": b"c",
-    "folder2/é \x1b[31m": b"odd name",
+    "folder2/é [31m": b"odd name",
 }
 
 
@@ -51,16 +53,27 @@ def local_store(tmp_path):
     return LocalStore(tmp_path)
 
 
+def object_store(path):
+    bucket = s3.new_bucket()
+    for name, content in OBJECTS.items():
+        s3.put(f"s3://{bucket}/a prefix/{name}", content)
+    s3.put(f"s3://{bucket}/a prefix2/other", b"not below the prefix")
+    return store_at(f"s3://{bucket}/a prefix")
+
+
 @pytest.fixture(
     params=[
         local_store,
         memory_store,
         lambda path: RetryingStore(local_store(path)),
         lambda path: FaultyStore(memory_store(path), Faults()),
+        object_store,
     ],
-    ids=["local", "memory", "retrying", "faulty"],
+    ids=["local", "memory", "retrying", "faulty", "s3"],
 )
-def store(request, tmp_path):
+def store(request, tmp_path, monkeypatch):
+    if request.param is object_store:
+        s3.use(monkeypatch)
     return request.param(tmp_path)
 
 
@@ -80,7 +93,7 @@ def failing_os(monkeypatch, function, code):
         ("", {"top.bin", "empty"}, {"folder", "folder2"}),
         ("folder", {"folder/a", "folder/b"}, {"folder/deeper"}),
         ("folder/deeper", {"folder/deeper/c"}, set()),
-        ("folder2", {"folder2/é \x1b[31m"}, set()),
+        ("folder2", {"folder2/é [31m"}, set()),
     ],
 )
 def test_list_names_direct_entries(store, folder, files, folders):
@@ -120,6 +133,15 @@ def test_missing_objects(store, name):
         pass
     with pytest.raises(ObjectMissingError, match=name):
         list(store.list(name))
+
+
+@pytest.mark.parametrize("make", [local_store, memory_store])
+def test_names_with_control_characters_are_names(make, tmp_path):
+    name = "odd/\x1b[31m"
+    (tmp_path / "odd").mkdir()
+    (tmp_path / name).write_bytes(b"x")
+    inner = make(tmp_path) if make is local_store else MemoryStore({name: b"x"})
+    assert [entry.name for entry in inner.list("odd")] == [name]
 
 
 def test_listing_an_object_fails(store):

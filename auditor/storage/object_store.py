@@ -1,0 +1,228 @@
+"""Objects in S3, Google Cloud Storage and Azure, read through obstore.
+
+What is asked of a service is an absolute range of one version of an object: every request carries the ETag under which
+the object was first seen, so that one which is replaced meanwhile is an error (:class:`ObjectChangedError`) and never a
+mixture. Requests are tried again by obstore with growing, jittered waits; what still fails is final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import obstore
+from obstore import exceptions
+
+from auditor.storage.object_clients import Place, client_of
+from auditor.storage.object_errors import explained
+from auditor.storage.store import (
+    Entry,
+    ObjectMissingError,
+    ShortReadError,
+    TransientReadError,
+    join,
+)
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+
+T = TypeVar("T")
+
+START_BYTES = 64 << 10
+"""How much an opening brings along, and how much a small read does: headers are read in many small parts, and each
+would cost a round trip."""
+MAX_KNOWN = 50_000
+"""Objects whose version is remembered from their listing, so that opening them costs no request."""
+MAX_SMALL_BYTES = 32 << 20
+"""Of small objects the content is kept as well: they are opened for their headers, and again for their weights."""
+
+
+class ObjectStore:
+    """The objects under one prefix of a bucket. ``/`` in their keys makes folders."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self._client = client_of(place)
+        self._known: dict[str, Entry] = {}
+        self._small: dict[str, tuple[str, bytes]] = {}
+        """Name to identity and content."""
+        self._small_bytes = 0
+        self._bucket_seen = False
+
+    def __reduce__(self) -> tuple[type[ObjectStore], tuple[Place]]:
+        # Credentials aren't shipped: every process takes them from its own surroundings.
+        return ObjectStore, (self.place,)
+
+    @property
+    def location(self) -> str:
+        """The URL, without anything that could be a secret."""
+        return self.place.url
+
+    def key(self, name: str) -> str:
+        """The whole key of a name."""
+        return join(self.place.prefix, name) if name else self.place.prefix
+
+    def ask(self, name: str, action: Callable[[], T]) -> T:
+        """What one request returns.
+
+        Raises:
+            StorageError: what the service says. ObjectMissingError only if the bucket itself is there.
+        """
+        try:
+            found = action()
+        except (exceptions.BaseError, OSError, ValueError) as error:
+            # It is not chained: its text shows requests, and addresses with signatures in them.
+            failure = explained(error, name or self.location)
+        else:
+            return found
+        if isinstance(failure, ObjectMissingError):
+            self.see_bucket()
+        raise failure
+
+    def see_bucket(self) -> None:
+        """Make sure that the bucket is there and may be listed: only then is an object that isn't found missing.
+
+        Raises:
+            StorageError: it isn't, or may not.
+        """
+        if not self._bucket_seen:
+            self.ask("", lambda: next(iter(obstore.list(self._client, self.place.prefix or None, chunk_size=1)), None))
+            self._bucket_seen = True
+
+    def list(self, folder: str) -> Iterator[Entry]:
+        """The entries directly in ``folder``."""
+        prefix = self.key(folder)
+        found = self.ask(folder, lambda: obstore.list_with_delimiter(self._client, prefix or None))
+        self._bucket_seen = True
+        folders = [self._name(key) for key in found["common_prefixes"]]
+        # An object of the folder's own name, with a slash, is how consoles make empty folders.
+        files = [self._remembered(meta) for meta in found["objects"] if meta["path"] != prefix]
+        if not folders and not files and not found["objects"]:
+            raise ObjectMissingError(f"{folder or self.location}: no such folder")
+        yield from (Entry(name, is_folder=True) for name in folders)
+        yield from files
+
+    def walk(self, after: str = "") -> Iterator[Entry]:
+        """Every object, in the order of keys, in constant memory; ``after``: only those that come after this name."""
+        offset = self.key(after) if after else None
+        stream = iter(obstore.list(self._client, self.place.prefix or None, offset=offset))
+        while (batch := self.ask("", lambda: next(stream, None))) is not None:
+            self._bucket_seen = True
+            yield from (self._entry(meta) for meta in batch)
+
+    def stat(self, name: str) -> Entry:
+        """Size and version of one object as they are now, or a folder."""
+        key = self.key(name)
+        if key:
+            try:
+                meta = self.ask(name, lambda: obstore.head(self._client, key))
+            except ObjectMissingError:
+                pass
+            else:
+                return self._entry(meta, name)
+        page = self.ask(name, lambda: next(iter(obstore.list(self._client, key or None, chunk_size=1)), None))
+        self._bucket_seen = True
+        if not page:
+            raise ObjectMissingError(f"{name or self.location}: no such object")
+        return Entry(name, is_folder=True)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[ObjectHandle]:
+        """Open an object; of one that was listed and is large nothing is asked yet."""
+        known = self._known.get(name)
+        identity, content = self._small.get(name, ("", b""))
+        if known is not None and (known.num_bytes > START_BYTES or known.identity == identity):
+            yield ObjectHandle(self, known, (0, content))
+        else:
+            yield self._opened(name)
+
+    def _opened(self, name: str) -> ObjectHandle:
+        """The object as it is now, with its first bytes."""
+        key = self.key(name)
+        try:
+            found = self.ask(name, lambda: obstore.get(self._client, key, options={"range": (0, START_BYTES)}))
+            start = self.ask(name, lambda: bytes(found.bytes()))
+        except ShortReadError:  # the answer for an object without bytes
+            return ObjectHandle(self, self._remembered(self.ask(name, lambda: obstore.head(self._client, key)), name))
+        entry = self._remembered(found.meta, name)
+        if len(start) != min(entry.num_bytes, START_BYTES):
+            raise TransientReadError(f"{name}: {len(start)} bytes came, {START_BYTES} of {entry.num_bytes} wanted")
+        if entry.num_bytes <= START_BYTES:
+            self._keep(entry, start)
+        return ObjectHandle(self, entry, (0, start))
+
+    def _keep(self, entry: Entry, content: bytes) -> None:
+        if self._small_bytes > MAX_SMALL_BYTES:
+            self._small, self._small_bytes = {}, 0
+        self._small[entry.name] = entry.identity, content
+        self._small_bytes += len(content)
+
+    def fetch(self, entry: Entry, offset: int, num_bytes: int) -> memoryview:
+        """One range of one version of an object.
+
+        Raises:
+            ObjectChangedError: there is another version.
+            TransientReadError: something else came than was asked for.
+            StorageError: as the service says.
+        """
+        options: Any = {"range": (offset, offset + num_bytes)}
+        if tag := _tag(entry.identity):
+            options["if_match"] = tag
+        key = self.key(entry.name)
+
+        def get() -> tuple[Any, memoryview]:
+            found = obstore.get(self._client, key, options=options)
+            return found, memoryview(found.bytes())
+
+        found, content = self.ask(entry.name, get)
+        if len(content) != num_bytes or found.range != (offset, offset + num_bytes):
+            raise TransientReadError(f"{entry.name}: {len(content)} bytes came where {num_bytes} were wanted")
+        return content
+
+    def _name(self, key: str) -> str:
+        return key[len(self.place.prefix) :].lstrip("/")
+
+    def _entry(self, meta: ObjectMeta, name: str | None = None) -> Entry:
+        # A listing tells the time to a fraction of a second that the object itself does not.
+        modified = float(int(meta["last_modified"].timestamp()))
+        identity = f"{meta['size']}-{meta['e_tag'] or modified}"
+        return Entry(self._name(meta["path"]) if name is None else name, False, meta["size"], identity, modified)
+
+    def _remembered(self, meta: ObjectMeta, name: str | None = None) -> Entry:
+        entry = self._entry(meta, name)
+        if len(self._known) >= MAX_KNOWN:
+            self._known = {}
+        self._known[entry.name] = entry
+        return entry
+
+
+def _tag(identity: str) -> str:
+    """The strong ETag in an identity, by which a version can be asked for; empty where there is none."""
+    tag = identity.partition("-")[2]
+    return tag if tag.startswith('"') else ""
+
+
+@dataclass(slots=True)
+class ObjectHandle:
+    """One version of an object."""
+
+    store: ObjectStore
+    entry: Entry
+    held: tuple[int, bytes | memoryview] = field(default=(0, b""))
+    """The last small range that was read, with what came along, and where it begins."""
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer``; a small read brings along what follows it, or what lies before the end."""
+        wanted, size = len(buffer), self.entry.num_bytes
+        if offset + wanted > size:
+            raise ShortReadError(f"{self.entry.name}: ends at byte {size}, {offset + wanted} wanted")
+        at, content = self.held
+        if not at <= offset <= offset + wanted <= at + len(content):
+            at = min(offset, max(0, size - START_BYTES)) if wanted < START_BYTES else offset
+            length = max(offset + wanted, min(size, at + START_BYTES)) - at
+            content = self.store.fetch(self.entry, at, length)
+            if length <= START_BYTES:
+                self.held = at, content
+        buffer[:] = content[offset - at : offset - at + wanted]
