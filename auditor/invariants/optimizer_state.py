@@ -51,15 +51,10 @@ class KeptState:
     @cached_property
     def parameters(self) -> Mapping[str, Sequence[int]]:
         """Plain name to the numbers of the tensors that hold it: its masters, where the format keeps those alone."""
-        found: dict[str, list[int]] = defaultdict(list)
+        roles: dict[Role, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
         for number, tensor in enumerate(self.catalog.tensors):
-            if tensor.role is Role.PARAMETER:
-                found[plain(tensor.name)].append(number)
-        if self.catalog.masters_alone:
-            for number, tensor in enumerate(self.catalog.tensors):
-                if tensor.role is Role.MASTER and plain(tensor.name) not in found:
-                    found[plain(tensor.name)].append(number)
-        return found
+            roles[tensor.role][plain(tensor.name)].append(number)
+        return (roles[Role.MASTER] if self.catalog.masters_alone else {}) | roles[Role.PARAMETER]
 
     @cached_property
     def trained(self) -> Mapping[str, ParameterGroup]:
