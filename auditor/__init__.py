@@ -25,9 +25,11 @@ def check(path: str, **choices: Any) -> Report:
     """
     from auditor.audit import audit
     from auditor.configuration import make_settings
+    from auditor.ledger.folder import open_ledger
     from auditor.storage.roots import open_store
 
-    return audit(open_store([path]), make_settings(choices))
+    store, settings = open_store([path]), make_settings(choices)
+    return audit(store, settings, ledger=open_ledger(settings.ledger, store) if settings.ledger else None)
 
 
 def open_zarr(path: str) -> zarr.Group:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from functools import partial
@@ -19,6 +19,9 @@ from auditor.discovery import RunSource, StepSource, discover
 from auditor.errors import NothingToAuditError, UsageError
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.registry import invariants, select
+from auditor.ledger.keeper import Keeper, folder_of, run_name
+from auditor.ledger.record import Asked
+from auditor.ledger.tree import Ledger
 from auditor.model.catalog import Catalog, FileState, Role
 from auditor.model.finding import Finding, Judgement
 from auditor.model.observation import Observations, unobserved
@@ -51,23 +54,29 @@ Progress = Callable[[str, int], None]
 def audit(
     store: Store, settings: Settings = DEFAULTS, *, executor: Executor | None = None,
     progress: Progress = lambda path, num_bytes: None, now: float | None = None, shares: Store | None = None,
+    ledger: Ledger | None = None,
 ) -> Report:  # fmt: skip
     """Audit everything below the store's root.
 
     ``executor``: where units of work run; a thread pool of ``settings.threads`` by default. ``now``: the time against
     which ``settle`` is held, seconds since the epoch. ``shares``: a folder to which :func:`audit_share` was written in
-    several processes; what they measured is not read again.
+    several processes; what they measured is not read again. ``ledger``: where what was measured and said is kept; of
+    steps that it knows and that did not change no weights are read.
 
     Raises:
         NothingToAuditError: there is no checkpoint, or no step that was asked for.
-        UsageError: settings that name unknown invariants or steps.
+        UsageError: settings that name unknown invariants or steps; a ledger that is none.
         StorageError: the root can't be listed.
+        LockedError: another audit writes into the ledger.
+        WriteError: the ledger does not take what is written.
     """
     begun = time.time() if now is None else now
     with _means(store, settings, executor) as (readable, workers):
         runner = Joined.of(shares) if shares else Everything(workers)
-        job = _audit_of(readable, settings, workers, runner, progress, begun)
-        runs = [job.run(source) for source in discover(readable)]
+        job = replace(_audit_of(readable, settings, workers, runner, progress, begun), ledger=ledger)
+        sources = discover(readable)
+        with ledger.writer.locked() if ledger and ledger.writer else nullcontext():
+            runs = [job.run(source) for source in sources]
     runs = [run for run in runs if run.steps or run.unrecognised]
     if not any(run.steps for run in runs):
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
@@ -100,7 +109,8 @@ def audit_share(
             levels = job.levels(steps)
             job = replace(job, num_bytes_ahead=job.weights_ahead(steps, levels))
             for step, level in zip(steps, levels, strict=True):
-                job.measure(job.catalogs(step, level)[1], level, step.folder.path)
+                catalog = job.catalogs(step, level)[1]
+                job.measure(catalog, job.asked(catalog, level), step.folder.path)
     if not any(sources):
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
     target.make()
@@ -154,6 +164,9 @@ class _Audit:
     """About how much will be read of the run: what decides which kernels are worth their loading."""
     listed: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
     """Path of a step to its files, once they were listed."""
+    ledger: Ledger | None = None
+    keeper: Keeper | None = None
+    """What the ledger has of the run."""
 
     def run(self, source: RunSource) -> RunReport:
         begun = time.monotonic()
@@ -164,7 +177,7 @@ class _Audit:
         report.num_saved_before = source.steps.index(sources[0]) if sources else 0
         whole_run = len(sources) == len(source.steps)
         levels = self.levels(sources)
-        job = replace(self, num_bytes_ahead=self.weights_ahead(sources, levels))
+        job = replace(self, num_bytes_ahead=self.weights_ahead(sources, levels), keeper=self.keeper_of(source))
         for step, level in zip(sources, levels, strict=True):
             report.steps.append(job.step(step, level, report, pointers, newest=step is newest))
         states = tuple(step.state for step in report.steps)
@@ -180,6 +193,14 @@ class _Audit:
         self.conclude(report, RunState(states, pointers if whole_run else (), whole_run))
         report.seconds = time.monotonic() - begun
         return report
+
+    def keeper_of(self, source: RunSource) -> Keeper | None:
+        """What the ledger has of a run; None without one, or where some of the tensors alone are asked for."""
+        if self.ledger is None or self.settings.tensors:
+            return None
+        alone = source.steps[0].folder.path == source.path
+        name = run_name(self.store.location, source.path, alone=alone)
+        return Keeper.of(self.ledger, name, (self.settings.strict_buffers, self.settings.options))
 
     def chosen_steps(self, source: RunSource) -> list[StepSource]:
         chosen = self.settings.steps.choose(sorted({step.match.step for step in source.steps}))
@@ -234,7 +255,9 @@ class _Audit:
             if state.commit is Commit.IN_PROGRESS:
                 return StepReport(state, Level.NAMES, {}, {}, mesh=full.mesh)
         report.mesh = full.mesh
-        observations = self.observe(catalog, level, folder.path)
+        asked = self.asked(catalog, level)
+        known = self.keeper.recall(catalog, asked) if self.keeper else None
+        observations = known.observations if known else self.observe(catalog, asked, folder.path)
         state = with_content(state, catalog, observations)
         self.count(report.coverage, full, catalog, observations)
         named = source.match.named_step
@@ -256,7 +279,10 @@ class _Audit:
             for number, text in observations.failures.items()
             if catalog.files[number].state is FileState.PRESENT and not changed
         )
-        return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh)
+        if self.keeper and not failures:
+            said = self.keeper.said(state, judgements, wholeness, level.name, full)
+            self.keeper.keep(catalog, observations, asked, said, known, folder_of(self.store.location, folder.path))
+        return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh, bool(known))
 
     def catalogs(self, source: StepSource, level: Level) -> tuple[Catalog, Catalog]:
         """All that a step stores, and of it the tensors that were chosen."""
@@ -269,27 +295,32 @@ class _Audit:
             item.id: item.judge_step(evidence) for item in items if item.judge_step and level >= REACHED[item.needs]
         }
 
-    def observe(self, catalog: Catalog, level: Level, path: str) -> Observations:
-        seen = self.measure(catalog, level, path)
-        if level >= Level.REPLICAS and not seen.changed:
+    def observe(self, catalog: Catalog, asked: Asked, path: str) -> Observations:
+        seen = self.measure(catalog, asked, path)
+        if asked.differences and not seen.changed:
             seen = measure_differences(self.store, catalog, seen)
-        if level >= Level.FULL and any(item.needs is Needs.CHECKSUMS for item in self.chosen):
+        if asked.checksums:
             seen = verify_checksums(self.store, catalog, seen, self.executor, partial(self.progress, path))
         return seen
 
-    def measure(self, catalog: Catalog, level: Level, path: str) -> Observations:
-        """One pass over what the chosen invariants need."""
+    def asked(self, catalog: Catalog, level: Level) -> Asked:
+        """What the chosen invariants need to have measured."""
         asking = [item for item in self.chosen if item.needs is Needs.WEIGHTS and level >= Level.REPLICAS]
-        if not asking:
-            return unobserved(catalog)
         pairings = [p for item in asking if item.pairings and level >= Level.VALUES for p in item.pairings(catalog)]
         tensors = {number for item in asking if item.reads for number in item.reads(catalog)}
         tensors.update(number for pairing in pairings for number in (pairing.left, pairing.right))
         everything = level >= Level.VALUES and any(not item.reads and not item.pairings for item in asking)
+        checksums = level >= Level.FULL and any(item.needs is Needs.CHECKSUMS for item in self.chosen)
         rows = wanted_rows(catalog, None if everything else tensors)
+        return Asked(rows, tuple(dict.fromkeys(pairings)), level >= Level.REPLICAS, checksums)
+
+    def measure(self, catalog: Catalog, asked: Asked, path: str) -> Observations:
+        """One pass over what was asked for."""
+        if not len(asked.rows) and not asked.pairings:
+            return unobserved(catalog)
         progress = partial(self.progress, path)
         kernels = choose(self.num_bytes_ahead, self.settings.kernels).name
-        return observe(self.store, catalog, rows, self.runner, progress, pairings, kernels)
+        return observe(self.store, catalog, asked.rows, self.runner, progress, asked.pairings, kernels)
 
     @staticmethod
     def count(coverage: Coverage, full: Catalog, catalog: Catalog, seen: Observations) -> None:

@@ -71,6 +71,9 @@ ShardOf = Annotated[
 Shards = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Where --shard-of writes; alone: join what is there.")
 ]
+LedgerPath = Annotated[
+    str | None, typer.Option("--ledger", metavar="FOLDER", help="Keep what was measured; unchanged steps aren't read.")
+]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also list what holds and what is not applicable.")]
 Baseline = Annotated[Path | None, typer.Option(metavar="REPORT", help="Fail only on what this JSON report lacks.")]
 Format = Annotated[
@@ -85,7 +88,7 @@ def check(
     tensors: Tensors = None, fail_on: FailOn = None, strict: Strict = None, strict_buffers: StrictBuffers = None,
     settle: Settle = None, config: Config = None, threads: Threads = None, baseline: Baseline = None,
     format: Format = "text", kernels: Kernels = None, scheduler: Scheduler = None, max_bytes: MaxBytes = None,
-    shard_of: ShardOf = None, shards: Shards = None, verbose: Verbose = False,
+    shard_of: ShardOf = None, shards: Shards = None, ledger: LedgerPath = None, verbose: Verbose = False,
 ) -> None:  # fmt: skip
     """Audit checkpoints: what holds, what doesn't, since when, where, and which step to go back to."""
     from auditor.verdict import exit_code
@@ -95,7 +98,7 @@ def check(
     settings = _settings(
         config, steps=steps, level=level, select=select, ignore=ignore, tensors=tensors, fail_on=fail_on,
         strict=strict, strict_buffers=strict_buffers, settle=settle, threads=threads, baseline=baseline,
-        kernels=kernels, scheduler=scheduler, max_bytes_per_second=max_bytes,
+        kernels=kernels, scheduler=scheduler, max_bytes_per_second=max_bytes, ledger=ledger,
     )  # fmt: skip
     if shard_of is not None:
         _measure_share(paths, settings, shard_of, shards)
@@ -234,11 +237,14 @@ def _store(paths: Sequence[str]) -> Store:
 
 def _audit(paths: Sequence[str], settings: Settings, shards: Path | None = None) -> Report:
     from auditor.audit import audit
+    from auditor.ledger.folder import open_ledger
     from auditor.storage.local import LocalStore
 
     store = _store(paths)
+    ledger = open_ledger(settings.ledger, store) if settings.ledger else None
     with _progress() as progress:
-        return audit(store, settings, progress=progress, shares=LocalStore(shards) if shards else None)
+        shared = LocalStore(shards) if shards else None
+        return audit(store, settings, progress=progress, shares=shared, ledger=ledger)
 
 
 def _measure_share(paths: Sequence[str], settings: Settings, text: str, folder: Path | None) -> None:

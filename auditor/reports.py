@@ -47,6 +47,8 @@ class StepReport:
     """What storage refused; the audit of this step is incomplete."""
     opaque: Mapping[str, int] = field(default_factory=dict)
     mesh: Mesh = NO_MESH
+    recalled: bool = False
+    """Whether what was measured is from the ledger, and no weights were read."""
 
 
 @dataclass(slots=True)

@@ -91,13 +91,15 @@ class Settings:
     """Address of a Dask scheduler whose workers read and measure; empty: threads of this process."""
     max_bytes_per_second: float = 0.0
     """How fast each process may read; 0: as fast as it can."""
+    ledger: str = ""
+    """Where what was measured and said is kept; empty: nowhere."""
 
     def wants_tensor(self, name: str) -> bool:
         """Whether the tensor is among the chosen ones."""
         return not self.tensors or fnmatchcase(name, self.tensors)
 
 
-MEANS = frozenset({"threads", "kernels", "scheduler", "max_bytes_per_second"})
+MEANS = frozenset({"threads", "kernels", "scheduler", "max_bytes_per_second", "ledger"})
 """Choices that say how the work is done; none of them changes what is found."""
 
 DEFAULTS = Settings()

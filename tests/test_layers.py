@@ -16,6 +16,7 @@ ALLOWED = {
     "adapters": {"errors", "model", "storage", "containers"},
     "observe": {"errors", "model", "storage", "containers"},
     "view": {"errors", "model", "storage", "containers", "observe"},
+    "ledger": {"errors", "model", "storage", "containers"},
     "invariants": {"model"},
     "timeline": {"model", "invariants"},
 }

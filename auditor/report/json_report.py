@@ -42,7 +42,7 @@ def run_object(run: RunReport, settings: Settings, location: str) -> dict[str, A
                 "step": step.state.step, "path": step.state.path, "format": step.state.format,
                 "verdict": step_verdict(step, run, settings), "commit": step.state.commit.value,
                 "level": step.level.name.lower(), "changed": list(step.changed), "failures": list(step.failures),
-                "opaque": dict(sorted(step.opaque.items())),
+                "opaque": dict(sorted(step.opaque.items())), "from_ledger": step.recalled,
             }
             for step in run.steps
         ],

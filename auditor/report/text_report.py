@@ -93,6 +93,8 @@ def _read_phrase(run: RunReport) -> str:
         phrase = ", ".join(f"level {level.name.lower()} on {len(members)}" for level, members in sorted(levels.items()))
     seen = run.coverage
     again = f", {size(seen.num_bytes_reread)} again for differences or checksums" if seen.num_bytes_reread else ""
+    kept = sum(step.recalled for step in run.steps)
+    again += f", {kept} of {len(run.steps)} steps from the ledger" if kept else ""
     return (
         f"{phrase}: read {size(seen.num_bytes_read)} of weights in {size(seen.num_bytes_total)} of files{again} · "
         f"{seen.num_tensors:,} tensors in {seen.num_pieces:,} pieces · {run.seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""The one place that writes: the folder of an export. Every file appears whole under its name, or not at all.
+"""The one place that writes: exports and ledgers. Every file appears whole under its name, or not at all.
 
 A file is drafted under a temporary name beside its own (``.<name>.partial``), may be read back there, and is renamed
 when it is done. Whoever is killed leaves a draft that the next run overwrites. Symbolic links inside the folder are
@@ -11,7 +11,8 @@ import fcntl
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Protocol
 
 from auditor.errors import AuditorError, LockedError, UsageError
 from auditor.storage.store import ShortReadError, join
@@ -19,6 +20,45 @@ from auditor.storage.store import ShortReadError, join
 
 class WriteError(AuditorError, OSError):
     """The target did not take what was written: disk full, permission. The message names the file."""
+
+
+class Writer(Protocol):
+    """What a ledger needs of storage: whole objects, and one kind of write that never takes the place of another.
+
+    Names are below the writer's root. Object stores give both by plain and by conditional puts.
+    """
+
+    @property
+    def location(self) -> str:
+        """What a person would call the root."""
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write one object whole; one that is there is replaced.
+
+        Raises:
+            WriteError: storage does not take it.
+        """
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write one object whole, unless there is one of this name; whether it was written.
+
+        Raises:
+            WriteError: storage does not take it.
+        """
+
+    def remove(self, name: str) -> None:
+        """Remove one object, if it is there.
+
+        Raises:
+            WriteError: storage does not do it.
+        """
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Hold the root for this process alone, where storage has a way to.
+
+        Raises:
+            LockedError: another process holds it.
+        """
 
 
 class Draft:
@@ -66,6 +106,21 @@ class Draft:
         with _explained(self._path):
             os.replace(_draft_name(self._path), self._path)
         self.done = True
+
+    def publish_new(self) -> bool:
+        """Give the file its name, unless there is one of that name; whether it was given."""
+        with _explained(self._path):
+            try:
+                os.link(_draft_name(self._path), self._path)
+            except FileExistsError:
+                return False
+            except OSError:
+                # A file system without hard links: between the look and the renaming another may come first.
+                if os.path.lexists(self._path):
+                    return False
+                self.publish()
+                return True
+        return True
 
 
 class FolderWriter:
@@ -115,7 +170,7 @@ class FolderWriter:
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise LockedError(f"{self.location}: another export is writing into it") from None
+                    raise LockedError(f"{self.location}: another process of the auditor is writing into it") from None
             yield
         finally:
             os.close(descriptor)
@@ -142,6 +197,36 @@ class FolderWriter:
         with self.draft(name) as draft:
             draft.append(memoryview(content))
             draft.publish()
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write one small file whole, unless it is there; whether it was written.
+
+        Raises:
+            WriteError: as :meth:`Draft.append`.
+        """
+        if os.path.lexists(self._path(name)):
+            return False
+        with self.draft(name) as draft:
+            draft.append(memoryview(content))
+            return draft.publish_new()
+
+    def remove(self, name: str) -> None:
+        """Remove one file, and the folders that it leaves empty.
+
+        Raises:
+            WriteError: it can't be removed.
+        """
+        path = self._path(name)
+        with _explained(path), suppress(FileNotFoundError):
+            os.unlink(path)
+        folder = name.rpartition("/")[0]
+        while folder:
+            try:
+                os.rmdir(self._path(folder))
+            except OSError:
+                break
+            self._known.discard(folder)
+            folder = folder.rpartition("/")[0]
 
     @contextmanager
     def draft(self, name: str) -> Iterator[Draft]:
