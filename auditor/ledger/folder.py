@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from auditor.ledger.tree import Ledger
 from auditor.storage.local import LocalStore
+from auditor.storage.roots import is_url
 from auditor.storage.store import Store
 from auditor.storage.union import UnionStore
 from auditor.storage.writer import FolderWriter
@@ -20,5 +21,6 @@ def open_ledger(path: str, source: Store | None = None) -> Ledger:
     writer = FolderWriter(path)
     if source is not None:
         roots = source.roots if isinstance(source, UnionStore) else (source,)
-        writer.refuse_sources([root.location for root in roots])
+        # What lies in a bucket is no folder of this disk.
+        writer.refuse_sources([root.location for root in roots if not is_url(root.location)])
     return Ledger(LocalStore(path), writer)
