@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 import numpy as np
@@ -20,7 +20,7 @@ from auditor.model.observation import OBSERVED
 from auditor.model.pairing import Pairing
 from auditor.observe import numpy_kernels, unit
 from auditor.observe.kernel_choice import choose
-from auditor.observe.kernels import Bytes, Kernels, Runs, Side
+from auditor.observe.kernels import Bytes, Kernels, Runs, Side, Stream
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.plan import plan
 from auditor.observe.shares import Everything
@@ -39,6 +39,7 @@ class Some:
     measures: bool
     compares: bool
     name: str = "some"
+    sweeps: bool = True
 
     def measure(self, buffer: Bytes, dtype: DType, runs: Runs, totals: NDArray[np.void]) -> None:
         if self.measures:
@@ -50,6 +51,14 @@ class Some:
     ) -> None:  # fmt: skip
         if self.compares:
             self.inner.compare(pairing, left, right, length, start, tally)
+
+    def sweep(
+        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], count: int,
+        start: int, totals: NDArray[np.void],
+    ) -> int:  # fmt: skip
+        if not self.measures:
+            streams = [replace(stream, row=-1) for stream in streams]
+        return self.inner.sweep(streams, pairs if self.compares else (), count, start, totals)
 
 
 @dataclass(frozen=True, slots=True)

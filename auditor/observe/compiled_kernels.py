@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import platform
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite.binding import get_host_cpu_features
+from numba import types
 from numpy.typing import NDArray
 
 from auditor.model.dtype import DType, Kind
@@ -24,24 +26,29 @@ from auditor.observe import (
     compiled_pair_loops,
     compiled_pairs,
     compiled_steps,
+    compiled_sweep,
     compiled_vectors,
     digest,
 )  # fmt: skip
 from auditor.observe.compiled_loops import Places, measuring
-from auditor.observe.compiled_pair_loops import SCRATCH_BYTES, comparing
+from auditor.observe.compiled_pair_loops import NUM_PAIR_PLACES, SCRATCH_BYTES, comparing
 from auditor.observe.compiled_pairs import BEYOND, FIRST, NUM_COUNTS, ONE_ULP
 from auditor.observe.compiled_steps import KEYS, STATE_VECTORS
+from auditor.observe.compiled_sweep import sweeping
 from auditor.observe.compiled_vectors import FORMS, VECTOR, Form
 from auditor.observe.decode import to_float64
 from auditor.observe.digest import WORDS_PER_BLOCK, counting_pattern, word_keys
-from auditor.observe.kernels import Bytes, Runs, Side, comparable
+from auditor.observe.kernels import Bytes, Runs, Side, Stream, comparable
 from auditor.observe.numpy_kernels import NumpyKernels
+
+_AT = np.zeros(1, np.int64)
 
 
 class CompiledKernels:
     """Measures with loops that numba compiles when they are first wanted, and keeps on disk where it can."""
 
     name = "numba"
+    sweeps = True
 
     def __init__(self) -> None:
         self.numpy = NumpyKernels()
@@ -55,11 +62,11 @@ class CompiledKernels:
         if not _is_compiled(dtype):
             self.numpy.measure(buffer, dtype, runs, totals)
             return
-        columns = [np.ascontiguousarray(column, np.int64) for column in (runs.at, runs.length, runs.start, runs.row)]
+        columns = np.array((runs.at, runs.length, runs.start, runs.row), np.int64)
         room = _room(dtype)
         places = room.places
         places[:5] = _address(buffer), len(buffer), _rows_address(totals), totals.strides[0], len(totals)
-        _no_run_outside(_measuring(room.form)(*columns, places))
+        _no_run_outside(_measuring(room.form)(columns.ctypes.data, columns.shape[1], places.ctypes.data, 0))
 
     def compare(
         self, pairing: Pairing, left: Side, right: Side, length: NDArray[np.int64], start: NDArray[np.int64],
@@ -74,17 +81,71 @@ class CompiledKernels:
         if compare is None:
             self.numpy.compare(pairing, left, right, length, start, tally)
             return
-        scratch, out = np.zeros(SCRATCH_BYTES, np.uint8), np.zeros(NUM_COUNTS, np.int64)
-        table, largest = np.zeros(NUM_COUNTS, np.int64), tally["largest"].copy()
-        table[FIRST] = tally["first"][0]
-        columns = [np.ascontiguousarray(column, np.int64) for column in (left.at, right.at, length, start)]
-        ends = [value for side in (left, right) for value in (_address(side.buffer), len(side.buffer))]
-        places = np.array([*ends, scratch.ctypes.data, out.ctypes.data], np.int64)
-        _no_run_outside(compare(*columns, float(pairing.limit), float(pairing.floor), table, largest, places))
-        tally["num_compared"] += columns[2].sum()
-        tally["num_beyond"] += table[BEYOND]
-        tally["num_one_ulp"] += table[ONE_ULP]
-        tally["largest"], tally["first"] = largest, table[FIRST]
+        columns, asked = np.array((left.at, right.at, length, start), np.int64), _Asked(pairing, (left, right), tally)
+        table, doubles = asked.table.ctypes.data, asked.doubles.ctypes.data
+        _no_run_outside(compare(columns.ctypes.data, columns.shape[1], table, doubles))
+        asked.add_to(tally, int(columns[2].sum()))
+
+    def sweep(
+        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], count: int,
+        start: int, totals: NDArray[np.void],
+    ) -> int:  # fmt: skip
+        """As :meth:`~auditor.observe.kernels.Kernels.sweep`."""
+        loops = [_comparing(pairing.kind, streams[a].dtype, streams[b].dtype) for pairing, a, b, _ in pairs]
+        if None in loops or not all(_is_compiled(stream.dtype) for stream in streams):
+            return 0
+        sides = [_swept(stream, totals) for stream in streams]
+        asked = [_Asked(pairing, [_whole(streams[n]) for n in (a, b)], tally) for pairing, a, b, tally in pairs]
+        run = np.zeros(4, np.int64)
+        compared = [
+            (loop.address, run.ctypes.data, one.table.ctypes.data, one.doubles.ctypes.data,
+             *(streams[n].width for n in pair[1:3]))
+            for loop, one, pair in zip(loops, asked, pairs, strict=True)
+        ]  # fmt: skip
+        block = min(len(stream.buffer) // stream.width for stream in streams)
+        head = np.array((_pread(), block, start, len(sides), len(pairs)), np.int64)
+        table = np.array(
+            [number for row in (*(numbers for numbers, _ in sides), *compared) for number in row], np.int64
+        )
+        done = int(sweeping(_stamp(), _Loop)(head.ctypes.data, count, table.ctypes.data, 0))
+        for one, (_, _, _, tally) in zip(asked, pairs, strict=True):
+            one.add_to(tally, done)
+        return done
+
+
+class _Asked:
+    """One pairing's running counts, as the compiled loops want them."""
+
+    def __init__(self, pairing: Pairing, sides: Sequence[Side], tally: NDArray[np.void]) -> None:
+        self.room = np.zeros(SCRATCH_BYTES + 8 * NUM_COUNTS, np.uint8)
+        at = self.room.ctypes.data
+        ends = [value for side in sides for value in (_address(side.buffer), len(side.buffer))]
+        self.table = np.array([*ends, at, at + SCRATCH_BYTES, *[0] * NUM_COUNTS], np.int64)
+        self.counts = self.table[NUM_PAIR_PLACES:]
+        self.counts[FIRST] = tally["first"][0]
+        self.doubles = np.array((pairing.limit, pairing.floor, tally["largest"][0]), np.float64)
+
+    def add_to(self, tally: NDArray[np.void], num_compared: int) -> None:
+        """Put what was found of so many elements into the tally."""
+        tally["num_compared"] += num_compared
+        tally["num_beyond"] += self.counts[BEYOND]
+        tally["num_one_ulp"] += self.counts[ONE_ULP]
+        tally["largest"], tally["first"] = self.doubles[2], self.counts[FIRST]
+
+
+def _whole(stream: Stream) -> Side:
+    return Side(stream.buffer, stream.dtype, _AT)
+
+
+def _swept(stream: Stream, totals: NDArray[np.void]) -> tuple[list[int], NDArray[np.int64]]:
+    """A stream's numbers for the sweep, and the run that must live as long as they are used."""
+    run = np.array((0, 0, 0, stream.row), np.int64)
+    numbers = [stream.descriptor, stream.offset, stream.width, _address(stream.buffer)]
+    if stream.row < 0:
+        return [*numbers, 0, 0, 0], run
+    room = _room(stream.dtype)
+    room.places[2:5] = _rows_address(totals), totals.strides[0], len(totals)
+    return [*numbers, _measuring(room.form).address, run.ctypes.data, room.places.ctypes.data], run
 
 
 def _address(buffer: Bytes) -> int:
@@ -152,30 +213,36 @@ def _measuring(form: int) -> Any:
 
 
 @lru_cache
+def _pread() -> int:
+    """The address of the C library's function."""
+    return ctypes.cast(ctypes.CDLL(None).pread, ctypes.c_void_p).value or 0
+
+
+@lru_cache
 def _stamp() -> int:
     """A number that changes with the source: numba itself looks at nothing but the age of the file of a loop."""
-    modules = (compiled_loops, compiled_pair_loops, compiled_pairs, compiled_steps, compiled_vectors, digest)
+    modules = (compiled_loops, compiled_pair_loops, compiled_pairs, compiled_steps, compiled_sweep,
+               compiled_vectors, digest)  # fmt: skip
     return zlib.crc32("".join(inspect.getsource(module) for module in modules).encode())
 
 
 class _Loop:
-    """A loop compiled without the interpreter's lock, and kept on disk for the next process if that can be."""
+    """A compiled C function of four numbers, kept on disk for the next process if that can be.
+
+    Called from Python it runs without the interpreter's lock; other loops call it by its address.
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+        signature = types.int64(types.voidptr, types.int64, types.voidptr, types.voidptr)
         try:
-            self.loop = numba.njit(nogil=True, cache=True)(function)
-        except RuntimeError:
-            # numba finds no folder that it may write into.
-            self.loop = numba.njit(nogil=True)(function)
+            self.compiled = numba.cfunc(signature, cache=True)(function)
+        except (RuntimeError, OSError, EOFError):
+            # numba finds no folder that it may write into, or what lies there can't be read, or no more be written.
+            self.compiled = numba.cfunc(signature)(function)
+        self.address = int(self.compiled.address)
 
-    def __call__(self, *arguments: Any) -> Any:
-        try:
-            return self.loop(*arguments)
-        except (OSError, EOFError):
-            # What is on disk can't be read, or no more can be written: before the loop began, so it is not done twice.
-            self.loop = numba.njit(nogil=True)(self.function)
-            return self.loop(*arguments)
+    def __call__(self, runs: int, count: int, table: int, doubles: int) -> int:
+        return int(self.compiled.ctypes(runs, count, table, doubles))
 
 
 class _Rooms(threading.local):

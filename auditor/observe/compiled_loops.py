@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import carray
 from numpy.typing import NDArray
 
 from auditor.observe.compiled_steps import (
@@ -65,6 +66,9 @@ class Places(NamedTuple):
     bits_used: int
     ones: int
     """The counting pattern of a word."""
+
+
+NUM_PLACES = len(Places._fields)
 
 
 @inlined
@@ -273,16 +277,17 @@ def _misplaced(start: NDArray[np.int64], row: NDArray[np.int64], rows: int) -> i
 def measuring(form: int, stamp: int, compiled: Callable[..., Any]) -> Any:
     """The loop over runs of elements of one form. Compiled code of another ``stamp`` is not taken from the disk.
 
-    It gives the number of a run that lies outside the buffer or the totals, and then has added nothing; else -1.
+    It takes the columns of ``num_runs`` runs (``at``, ``length``, ``start``, ``row``, one after the other) and
+    :class:`Places`, and gives the number of a run that lies outside the buffer or the totals, and then has added
+    nothing; else -1.
     """
     width, kind = FORMS[form].width, FORMS[form].kind
 
     @compiled
-    def measure(
-        at: NDArray[np.int64], length: NDArray[np.int64], start: NDArray[np.int64], row: NDArray[np.int64],
-        table: NDArray[np.int64],
-    ) -> int:  # fmt: skip
-        places = _places(table)
+    def measure(runs: Any, num_runs: int, table: Any, doubles: Any) -> int:
+        columns = carray(runs, (4, num_runs), np.int64)
+        at, length, start, row = columns[0], columns[1], columns[2], columns[3]
+        places = _places(carray(table, NUM_PLACES, np.int64))
         bad: int = max(outside(at, length, width, places.size), _misplaced(start, row, places.rows))
         if bad >= 0 or stamp < 0:
             return bad

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numba import carray
 from numpy.typing import NDArray
 
 from auditor.observe.compiled_loops import outside
@@ -16,6 +17,7 @@ from auditor.observe.compiled_pairs import (
     DISTANCE,
     FIRST,
     LARGEST,
+    NUM_COUNTS,
     ONE_ULP,
     count_bound,
     count_cast,
@@ -29,6 +31,9 @@ from auditor.observe.compiled_vectors import DOUBLE, FORMS, VECTOR, inlined, loa
 TILE = 1024
 """Elements of two tensors that are looked at together: what must be counted of them still lies in the L1 cache."""
 SCRATCH_BYTES = 4 * VECTOR
+NUM_PAIR_PLACES = 6
+"""Address and length of the left buffer and of the right one, addresses of :data:`SCRATCH_BYTES` and of room for
+:data:`NUM_COUNTS` numbers. Behind them in the table lie the counts themselves."""
 NEARLY_ONE = 0.9999999999
 """What is looked for must not be hidden by rounding."""
 
@@ -85,17 +90,20 @@ def _bound(
 def comparing(kind: str, first: int, second: int, stamp: int, compiled: Callable[..., Any]) -> Any:
     """The loop over runs of two tensors, elements of the forms ``first`` and ``second``; as ``measuring``.
 
-    Its ``places``: address and length of both buffers, and the addresses of room for a pair of vectors and for counts.
+    It takes the columns of ``num_runs`` runs (``at`` on the left and on the right, ``length``, ``start``), a table
+    (:data:`NUM_PAIR_PLACES`) to which it adds, and three doubles: limit, floor, and the largest seen so far.
     """
     one, other = FORMS[first].width, FORMS[second].width
     lanes = {"cast": 16, "bound": 8, "equal": VECTOR // one}[kind]
     cast, bound = kind == "cast", kind == "bound"
 
     @compiled
-    def compare(
-        lefts: NDArray[np.int64], rights: NDArray[np.int64], length: NDArray[np.int64], start: NDArray[np.int64],
-        limit: float, floor: float, table: NDArray[np.int64], largest: NDArray[np.float64], places: NDArray[np.int64],
-    ) -> int:  # fmt: skip
+    def compare(runs: Any, num_runs: int, numbers: Any, doubles: Any) -> int:
+        columns, limits = carray(runs, (4, num_runs), np.int64), carray(doubles, 3, np.float64)
+        lefts, rights, length, start = columns[0], columns[1], columns[2], columns[3]
+        limit, floor, largest = limits[0], limits[1], limits[2:]
+        places = carray(numbers, NUM_PAIR_PLACES + NUM_COUNTS, np.int64)
+        table = places[NUM_PAIR_PLACES:]
         bad: int = max(outside(lefts, length, one, places[1]), outside(rights, length, other, places[3]))
         if bad >= 0 or stamp < 0:
             return bad

@@ -6,6 +6,7 @@ extrema. Sums of squares may differ in their last digits, because their order of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,10 +54,32 @@ class Side:
     """First byte in the buffer of every run; of any alignment."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Elements that lie without gaps in a local file and in the C order of their tensor."""
+
+    descriptor: int
+    """Of the open file."""
+    offset: int
+    """Its byte where the first element begins."""
+    dtype: DType
+    row: int
+    """The row of the totals to which they add; -1 where they are only compared."""
+    buffer: Bytes
+    """Room for what is read at once."""
+
+    @property
+    def width(self) -> int:
+        """Bytes of one carrier."""
+        return np.dtype(self.dtype.carrier).itemsize
+
+
 class Kernels(Protocol):
     """The measures over elements in buffers."""
 
     name: str
+    sweeps: bool
+    """Whether they read files by themselves: :meth:`sweep`."""
 
     def measure(self, buffer: Bytes, dtype: DType, runs: Runs, totals: NDArray[np.void]) -> None:
         """Add digests, counts, extrema and sums of the ``runs`` to their rows of ``totals``.
@@ -70,6 +93,17 @@ class Kernels(Protocol):
         tally: NDArray[np.void],
     ) -> None:  # fmt: skip
         """Add what ``pairing`` asks of these runs to ``tally`` (one row of :data:`TALLY`, shape ``(1,)``)."""
+
+    def sweep(
+        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], count: int,
+        start: int, totals: NDArray[np.void],
+    ) -> int:  # fmt: skip
+        """Read ``count`` carriers of all streams in lock-step, measure them, and compare the pairs.
+
+        ``pairs``: what is compared, number of the left stream and of the right one, and the tally. ``start``: C-order
+        index of the first in the whole tensor, the same for all. Returns how many are done; the others were neither
+        measured nor compared, because a file can't be read there, or 0 because these kernels don't read.
+        """
 
 
 def comparable(kind: PairKind, left: DType, right: DType) -> bool:

@@ -7,7 +7,7 @@ lengths are many, runs are cut into powers of two first. Long runs are taken blo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
@@ -18,7 +18,7 @@ from auditor.model.observation import OBSERVED
 from auditor.model.pairing import Pairing, PairKind
 from auditor.observe.decode import can_round, largest_pattern, nan_mask, ordered, rounded, to_float64
 from auditor.observe.digest import digest_rows
-from auditor.observe.kernels import Bytes, Runs, Side
+from auditor.observe.kernels import Bytes, Runs, Side, Stream
 from auditor.observe.statistics import statistics_of_rows
 
 BLOCK_BYTES = 1 << 20
@@ -35,6 +35,7 @@ class NumpyKernels:
     """Measures with numpy alone."""
 
     name = "numpy"
+    sweeps = False
 
     def measure(self, buffer: Bytes, dtype: DType, runs: Runs, totals: NDArray[np.void]) -> None:
         """As :meth:`~auditor.observe.kernels.Kernels.measure`.
@@ -68,6 +69,13 @@ class NumpyKernels:
             ]
             tally["num_compared"] += sides[0].size
             compare(pairing, (left.dtype, right.dtype), sides, start[which] + skip, tally)
+
+    def sweep(
+        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], count: int,
+        start: int, totals: NDArray[np.void],
+    ) -> int:  # fmt: skip
+        """0: these kernels don't read."""
+        return 0
 
 
 def _alike(

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from auditor.model.dtype import DType
 from auditor.model.observation import Read
 from auditor.observe.kernel_choice import choose
-from auditor.observe.kernels import Bytes, Kernels, Runs, empty_rows, empty_tallies
+from auditor.observe.kernels import Bytes, Kernels, Runs, Stream, empty_rows, empty_tallies
 from auditor.observe.kernels import Side as KernelSide
 from auditor.observe.placing import Cell, Part, Side, lattice, parts
 from auditor.observe.plan import Table, Unit
@@ -31,12 +32,17 @@ from auditor.storage.store import (
     StorageError,
     Store,
     changed_since,
+    descriptor_of,
 )
 from auditor.storage.strided import view
 
 BUFFER_BYTES = 4 << 20
 """One worker's buffer over all sides of a read: so large that what a read costs besides its bytes hardly counts, so
 small that what was measured is still in cache when it is compared (1 MiB made a pass slower by a fifth)."""
+SWEEP_BYTES = 1 << 20
+"""So much the compiled kernels read at once over all sides: it stays in the L2 cache until it is compared."""
+LARGE_BYTES = BUFFER_BYTES // 4
+"""A stretch of so many bytes is read by itself."""
 MAX_GAP_BYTES = 4 << 10
 """Pieces closer than a page are read together: the page is read anyway, and reading costs less than another call."""
 
@@ -86,17 +92,12 @@ class Worker:
             doing = _Doing(self.store, choose(0, self.kernels), unit, result, stack)
             if unit.table is not None:
                 doing.stretches(unit.table)
-            for long, cells in groupby(unit.cells, key=_long):
+            for long, cells in groupby(unit.cells, key=doing.is_long):
                 for cell in cells if long else ():
                     doing.long(cell)
                 for batch in () if long else _batches(cells):
                     doing.batch(batch)
         return result
-
-
-def _long(cell: Cell) -> bool:
-    """Whether a cell is read block by block, without a thought about neighbours."""
-    return cell.straight and cell.num_bytes > BUFFER_BYTES
 
 
 def _batches(cells: Iterable[Cell]) -> Iterator[list[Placed]]:
@@ -149,7 +150,7 @@ def _apart(one: Cell, other: Cell) -> bool:
     return [(side.file, side.row < 0) for side in one.sides] != [(side.file, side.row < 0) for side in other.sides]
 
 
-@dataclass(slots=True)
+@dataclass
 class _Doing:
     """A unit under way."""
 
@@ -201,6 +202,19 @@ class _Doing:
         read = self.result.observed["read"]
         read[rows] = np.maximum(read[rows], _DONE)
 
+    def is_long(self, cell: Cell) -> bool:
+        """Whether a cell is read block by block, without a thought about neighbours."""
+        return cell.straight and cell.num_bytes > self.long_bytes
+
+    @cached_property
+    def long_bytes(self) -> int:
+        """Where files are read by the kernels, looking for neighbours soon costs more than another read."""
+        try:
+            swept = self.kernels.sweeps and descriptor_of(self.handle(0)) is not None
+        except StorageError:
+            swept = False
+        return SWEEP_BYTES // 4 if swept else BUFFER_BYTES
+
     # Whole stretches of one file
 
     def stretches(self, table: Table) -> None:
@@ -225,31 +239,17 @@ class _Doing:
     def window(self, table: Table, sizes: NDArray[np.int64]) -> None:
         """Read stretches that fit the buffer together, or one that takes several reads."""
         first, last = int(table.offset[0]), int((table.offset + sizes).max())
-        if last - first > BUFFER_BYTES:
-            self.blocks(table, int(sizes[0]))
-        else:
-            buffer = _buffer(0, last - first)
-            if last > first:
-                self.handle(0).read_into(first, memoryview(buffer))  # type: ignore[arg-type]
-                self.result.num_bytes_read += last - first
-            for kind in np.unique(table.dtype).tolist():
-                own = table.take(np.flatnonzero(table.dtype == kind))
-                self.measure(buffer, self.unit.dtypes[kind], Runs(own.offset - first, own.length, own.start, own.row))
+        if last - first > (self.long_bytes if len(table) == 1 else BUFFER_BYTES):
+            self.long(_cell_of(table, self.unit.dtypes))
+            return
+        buffer = _buffer(0, last - first)
+        if last > first:
+            self.handle(0).read_into(first, memoryview(buffer))  # type: ignore[arg-type]
+            self.result.num_bytes_read += last - first
+        for kind in np.unique(table.dtype).tolist():
+            own = table.take(np.flatnonzero(table.dtype == kind))
+            self.measure(buffer, self.unit.dtypes[kind], Runs(own.offset - first, own.length, own.start, own.row))
         self.done(table.row)
-
-    def blocks(self, table: Table, num_bytes: int) -> None:
-        """One large stretch, block by block."""
-        dtype = self.unit.dtypes[int(table.dtype[0])]
-        width = np.dtype(dtype.carrier).itemsize
-        offset, start, row = int(table.offset[0]), int(table.start[0]), table.row[:1]
-        handle, at = self.handle(0), np.zeros(1, np.int64)
-        block = BUFFER_BYTES // width * width or width
-        for done in range(0, num_bytes, block):
-            buffer = _buffer(0, min(block, num_bytes - done))
-            handle.read_into(offset + done, memoryview(buffer))  # type: ignore[arg-type]
-            self.result.num_bytes_read += len(buffer)
-            length, first = np.array([len(buffer) // width]), np.array([start + done // width])
-            self.measure(buffer, dtype, Runs(at, length, first, row))
 
     def measure(self, buffer: Bytes, dtype: DType, runs: Runs) -> None:
         self.kernels.measure(buffer, dtype, runs, self.result.observed)
@@ -257,11 +257,11 @@ class _Doing:
     # Cells of several files
 
     def long(self, cell: Cell) -> None:
-        """Read, measure and compare a long straight cell block by block."""
+        """Read, measure and compare a long straight cell block by block; where the kernels can't, so can Python."""
         (num_elements,), at = cell.shape, np.zeros(1, np.int64)
         block = max(1, BUFFER_BYTES // sum(side.width for side in cell.sides))
         rows = [np.array([side.row]) for side in cell.sides]
-        for first in range(0, num_elements, block):
+        for first in range(self.sweep(cell), num_elements, block):
             count = min(block, num_elements - first)
             length, start = np.array([count]), np.array([cell.base + first])
             try:
@@ -280,6 +280,34 @@ class _Doing:
                 self.compare(tally, one, other, length, start)
         # Parts that could not be read have left their mark, and it counts for more.
         self.done([side.row for side in cell.sides if side.row >= 0])
+
+    def sweep(self, cell: Cell) -> int:
+        """Let the kernels read a straight cell from local files; how many elements are done."""
+        if not self.kernels.sweeps:
+            return 0
+        (num_elements,) = cell.shape
+        block = max(1, SWEEP_BYTES // sum(side.width for side in cell.sides))
+        streams = []
+        for number, side in enumerate(cell.sides):
+            try:
+                descriptor = descriptor_of(self.handle(side.file))
+            except StorageError:
+                descriptor = None
+            if descriptor is None:
+                return 0
+            buffer = _buffer(2 * number, block * side.width)
+            streams.append(Stream(descriptor, side.offset, side.dtype, side.row, buffer))
+        pairs = [
+            (self.unit.pairings[tally], left, right, self.result.tallies[tally : tally + 1])
+            for tally, left, right in cell.pairs
+        ]
+        done = self.kernels.sweep(streams, pairs, num_elements, cell.base, self.result.observed)
+        for side in cell.sides:
+            if side.row >= 0:
+                self.result.num_bytes_read += done * side.width
+            else:
+                self.result.num_bytes_reread += done * side.width
+        return done
 
     def straight(self, side: Side, number: int, first: int, count: int) -> Bytes:
         """Elements of a straight side, in the buffer ``number``."""
@@ -366,6 +394,13 @@ class _Doing:
             self.done(rows)
 
 
+def _cell_of(table: Table, dtypes: Sequence[DType]) -> Cell:
+    """A table of one stretch."""
+    dtype = dtypes[int(table.dtype[0])]
+    side = Side(int(table.row[0]), 0, int(table.offset[0]), (1,), dtype, np.dtype(dtype.carrier).itemsize)
+    return Cell((int(table.length[0]),), (1,), int(table.start[0]), (side,))
+
+
 def _hull(extents: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return min(low for low, _ in extents), max(high for _, high in extents)
 
@@ -384,7 +419,7 @@ def _windows(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[t
     """Half-open ranges of stretches, in file order, that are read together: small neighbours, or one large stretch."""
     if not len(offsets):
         return
-    large = sizes > BUFFER_BYTES // 4
+    large = sizes > LARGE_BYTES
     # No stretch of a window begins more than three quarters of the buffer after its first.
     bucket = (offsets - offsets[0]) // max(1, BUFFER_BYTES - BUFFER_BYTES // 4)
     ends = np.maximum.accumulate(offsets + sizes)

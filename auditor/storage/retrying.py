@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
-from auditor.storage.store import Entry, Handle, Store, TransientReadError, WrappedHandle
+from auditor.storage.store import Entry, Handle, Store, TransientReadError, WrappedHandle, descriptor_of
 
 T = TypeVar("T")
 
@@ -49,4 +49,4 @@ class RetryingStore:
         """Open an object whose reads are tried again."""
         with ExitStack() as stack:
             handle = self.again(lambda: stack.enter_context(self.inner.open(name)))
-            yield WrappedHandle(handle, self.read_again)
+            yield WrappedHandle(handle, self.read_again, descriptor_of(handle))

@@ -77,6 +77,8 @@ class WrappedHandle:
 
     inner: Handle
     read: Callable[[Handle, int, memoryview], None]
+    descriptor: int | None = None
+    """As :func:`descriptor_of` the inner one, where what the other way adds may be left out."""
 
     @property
     def entry(self) -> Entry:
@@ -111,6 +113,15 @@ class Store(Protocol):
 
     def open(self, name: str) -> AbstractContextManager[Handle]:
         """Open an object for reading ranges of it."""
+
+
+def descriptor_of(handle: Handle) -> int | None:
+    """The file descriptor from which bulk may be read past ``read_into``, by whoever goes back to it when that fails.
+
+    None where reading has another source than a local file, or is slowed down or disturbed on purpose.
+    """
+    found = getattr(handle, "descriptor", None)
+    return found if isinstance(found, int) else None
 
 
 def join(folder: str, name: str) -> str:

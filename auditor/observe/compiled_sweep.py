@@ -1,0 +1,101 @@
+"""The compiled loop that reads files in lock-step, measures and compares: block by block, without the interpreter.
+
+A block is so small that what was read is measured and compared while it lies in the L2 cache; in Python the calls for
+so small blocks would cost more than they save, and threads would wait for each other's turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from auditor.observe.compiled_vectors import I64, Builder, Value, inlined, store
+
+NUM_HEAD, NUM_SIDE, NUM_PAIR = 5, 7, 6
+"""Numbers of the head: address of ``pread``, elements of a block, C-order index of the first element, how many sides
+and pairs there are. Of a side: descriptor, byte of the first element, bytes of an element, and the addresses of its
+buffer, of what measures it (or 0), of its one run and of its places. Of a pair: the addresses of what compares it, of
+its one run, of its table and of its doubles, bytes of an element on the left and on the right."""
+
+
+@intrinsic
+def call_address(typingctx: Any, address: Any, first: Any, second: Any, third: Any, fourth: Any) -> Any:
+    """Call the C function at an address with four numbers of 64 bits; what it takes in 32 bits is their lower half."""
+
+    def codegen(context: Any, builder: Builder, signature: Any, values: Sequence[Value]) -> Value:
+        function = builder.inttoptr(values[0], ir.FunctionType(I64, [I64] * 4).as_pointer())
+        return builder.call(function, values[1:])
+
+    return types.int64(*[types.int64] * 5), codegen
+
+
+@inlined
+def _filled(pread: int, side: Any, done: int, size: int) -> bool:
+    """Read ``size`` elements from number ``done`` on; whether they are there.
+
+    The system may give less than it is asked for, but before the end never nothing.
+    """
+    width = side[2]
+    have, want = 0, size * width
+    while have < want:
+        count = call_address(pread, side[0], side[3] + have, want - have, side[1] + done * width + have)
+        if count <= 0:
+            return False
+        have += count
+    return True
+
+
+@inlined
+def _measured(side: Any, size: int, start: int) -> None:
+    run, places = side[5], side[6]
+    store(run + 8, size)
+    store(run + 16, start)
+    store(places, side[3])
+    store(places + 8, size * side[2])
+    call_address(side[4], run, 1, places, 0)
+
+
+@inlined
+def _compared(pair: Any, size: int, start: int) -> None:
+    run, table = pair[1], pair[2]
+    store(run + 16, size)
+    store(run + 24, start)
+    store(table + 8, size * pair[4])
+    store(table + 24, size * pair[5])
+    call_address(pair[0], run, 1, table, pair[3])
+
+
+@lru_cache
+def sweeping(stamp: int, compiled: Callable[..., Any]) -> Any:
+    """The loop over the blocks of ``count`` elements. It takes the head and the sides and pairs one after the other.
+
+    It gives the number of elements that are done; less than ``count`` where a file can't be read as far as that.
+    """
+
+    @compiled
+    def sweep(head: Any, count: int, tables: Any, doubles: Any) -> int:
+        known = carray(head, NUM_HEAD, np.int64)
+        pread, block, start, num_sides, num_pairs = known[0], known[1], known[2], known[3], known[4]
+        table = carray(tables, num_sides * NUM_SIDE + num_pairs * NUM_PAIR, np.int64)
+        pairs = table[num_sides * NUM_SIDE :]
+        done = stamp & 0
+        while done < count:
+            size = min(block, count - done)
+            for n in range(num_sides):
+                if not _filled(pread, table[n * NUM_SIDE : (n + 1) * NUM_SIDE], done, size):
+                    return done
+            for n in range(num_sides):
+                if table[n * NUM_SIDE + 4] != 0:
+                    _measured(table[n * NUM_SIDE : (n + 1) * NUM_SIDE], size, start + done)
+            for n in range(num_pairs):
+                _compared(pairs[n * NUM_PAIR : (n + 1) * NUM_PAIR], size, start + done)
+            done += size
+        return done
+
+    return sweep
