@@ -7,7 +7,7 @@ its parts are tried one by one, so that what lies before the end of a short file
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,8 +21,9 @@ from auditor.model.observation import Read
 from auditor.observe.kernel_choice import choose
 from auditor.observe.kernels import Bytes, Kernels, Runs, Stream, empty_rows, empty_tallies
 from auditor.observe.kernels import Side as KernelSide
-from auditor.observe.placing import Cell, Part, Side, lattice, parts
+from auditor.observe.placing import Cell, Part, Side, lattice
 from auditor.observe.plan import Table, Unit
+from auditor.observe.together import BUFFER_BYTES, Placed, batches, hull, placed, windows
 from auditor.storage.store import (
     Entry,
     Handle,
@@ -36,20 +37,10 @@ from auditor.storage.store import (
 )
 from auditor.storage.strided import view
 
-BUFFER_BYTES = 4 << 20
-"""One worker's buffer over all sides of a read: so large that what a read costs besides its bytes hardly counts, so
-small that what was measured is still in cache when it is compared (1 MiB made a pass slower by a fifth)."""
 SWEEP_BYTES = 1 << 20
 """So much the compiled kernels read at once over all sides: it stays in the L2 cache until it is compared."""
-LARGE_BYTES = BUFFER_BYTES // 4
-"""A stretch of so many bytes is read by itself."""
-MAX_GAP_BYTES = 4 << 10
-"""Pieces closer than a page are read together: the page is read anyway, and reading costs less than another call."""
 
 _DONE = int(Read.DONE)
-
-Placed = tuple[Part, tuple[tuple[int, int], ...]]
-"""A part, and its first byte and the byte after the last in the file of every side."""
 
 _local = threading.local()
 
@@ -95,59 +86,9 @@ class Worker:
             for long, cells in groupby(unit.cells, key=doing.is_long):
                 for cell in cells if long else ():
                     doing.long(cell)
-                for batch in () if long else _batches(cells):
+                for batch in () if long else batches(cells):
                     doing.batch(batch)
         return result
-
-
-def _batches(cells: Iterable[Cell]) -> Iterator[list[Placed]]:
-    """Parts of cells that are read together: on every side close to each other, and small together."""
-    held: list[Placed] = []
-    reach: tuple[tuple[int, int], ...] = ()
-    for part in _parts(cells):
-        placed = _placed(part)
-        joined = _joined(held, placed, reach)
-        if joined is None:
-            if held:
-                yield held
-            held, joined = [], placed[1]
-        held.append(placed)
-        reach = joined
-    if held:
-        yield held
-
-
-def _placed(part: Part) -> Placed:
-    return part, tuple(part.extent(side) for side in part.cell.sides)
-
-
-def _parts(cells: Iterable[Cell]) -> Iterator[Part]:
-    for cell in cells:
-        if cell.straight and cell.num_bytes <= BUFFER_BYTES // len(cell.sides):
-            yield Part(cell, (0,), cell.shape)
-        else:
-            yield from parts(cell, max(1, BUFFER_BYTES // len(cell.sides)))
-
-
-def _joined(
-    held: Sequence[Placed], placed: Placed, reach: Sequence[tuple[int, int]]
-) -> tuple[tuple[int, int], ...] | None:
-    """The windows that hold one part more than they held, or None where it doesn't fit."""
-    part, extents = placed
-    if not held or _apart(held[-1][0].cell, part.cell):
-        return None
-    joined = []
-    for (low, high), (start, stop) in zip(reach, extents, strict=True):
-        if start > high + MAX_GAP_BYTES or stop < low - MAX_GAP_BYTES:
-            return None
-        joined.append((min(low, start), max(high, stop)))
-    limit = BUFFER_BYTES // len(joined)
-    return tuple(joined) if all(high - low <= limit for low, high in joined) else None
-
-
-def _apart(one: Cell, other: Cell) -> bool:
-    """Whether two cells lie in other files, or one is measured and the other is only compared."""
-    return [(side.file, side.row < 0) for side in one.sides] != [(side.file, side.row < 0) for side in other.sides]
 
 
 @dataclass
@@ -221,7 +162,7 @@ class _Doing:
         """Measure the table."""
         widths = np.array([np.dtype(dtype.carrier).itemsize for dtype in self.unit.dtypes], np.int64)
         sizes = table.length * widths[table.dtype]
-        for low, high in _windows(table.offset, sizes):
+        for low, high in windows(table.offset, sizes):
             self.attempt(table.take(slice(low, high)), sizes[low:high])
 
     def attempt(self, part: Table, sizes: NDArray[np.int64]) -> None:
@@ -267,7 +208,7 @@ class _Doing:
             try:
                 buffers = [self.straight(side, number, first, count) for number, side in enumerate(cell.sides)]
             except StorageError:
-                self.batch([_placed(Part(cell, (first,), (count,)))])
+                self.batch([placed(Part(cell, (first,), (count,)))])
                 continue
             for side, buffer, row in zip(cell.sides, buffers, rows, strict=True):
                 if side.row >= 0:
@@ -328,13 +269,13 @@ class _Doing:
         except StorageError as error:
             ((part, _), *others), sides = batch, batch[0][0].cell.sides
             if others:
-                for placed in batch:
-                    self.batch([placed])
+                for one in batch:
+                    self.batch([one])
             elif len(sides) > 1:
                 for side in sides:
                     if side.row >= 0:
                         alone = replace(part, cell=replace(part.cell, sides=(side,), pairs=()))
-                        self.batch([_placed(alone)])
+                        self.batch([placed(alone)])
             else:
                 self.failed([sides[0].row], sides[0].file, error)
 
@@ -345,8 +286,8 @@ class _Doing:
             StorageError: a side can't be read; nothing was measured then.
         """
         batch_parts = [part for part, _ in batch]
-        hulls = [_hull([extents[number] for _, extents in batch]) for number in range(len(batch[0][1]))]
-        loaded = [self.load(batch, number, hull) for number, hull in enumerate(hulls)]
+        hulls = [hull([extents[number] for _, extents in batch]) for number in range(len(batch[0][1]))]
+        loaded = [self.load(batch, number, reach) for number, reach in enumerate(hulls)]
         starts = [part.starts() for part in batch_parts]
         for number, (first, last) in enumerate(hulls):
             if batch_parts[0].cell.sides[number].row >= 0:
@@ -364,10 +305,10 @@ class _Doing:
                 self.compare(tally, one, other, length, starts[at])
 
     def load(
-        self, batch: Sequence[Placed], number: int, hull: tuple[int, int]
+        self, batch: Sequence[Placed], number: int, reach: tuple[int, int]
     ) -> list[tuple[Bytes, NDArray[np.int64]]]:
         """One side of all parts, read at once: for each part the buffer, and where its runs begin in it."""
-        first, last = hull
+        first, last = reach
         buffer = _buffer(2 * number, last - first)
         handle = self.handle(batch[0][0].cell.sides[number].file)
         handle.read_into(first, memoryview(buffer))  # type: ignore[arg-type]
@@ -401,10 +342,6 @@ def _cell_of(table: Table, dtypes: Sequence[DType]) -> Cell:
     return Cell((int(table.length[0]),), (1,), int(table.start[0]), (side,))
 
 
-def _hull(extents: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    return min(low for low, _ in extents), max(high for _, high in extents)
-
-
 def _runs_in(buffer: Bytes, at: int, part: Part, side: Side) -> tuple[Bytes, NDArray[np.int64]]:
     """Where a part's runs begin in ``buffer``, whose byte ``at`` is its first; gathered where they have gaps inside."""
     if side.strides[-1] == 1 or part.shape[-1] == 1:
@@ -413,17 +350,3 @@ def _runs_in(buffer: Bytes, at: int, part: Part, side: Side) -> tuple[Bytes, NDA
     gathered = np.ascontiguousarray(view(flat, part.shape, side.strides)).reshape(-1).view(np.uint8)
     steps = [int(np.prod(part.shape[dim + 1 :])) * side.width for dim in range(len(part.shape))]
     return gathered, lattice(part.shape[:-1], steps, 0)
-
-
-def _windows(offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of stretches, in file order, that are read together: small neighbours, or one large stretch."""
-    if not len(offsets):
-        return
-    large = sizes > LARGE_BYTES
-    # No stretch of a window begins more than three quarters of the buffer after its first.
-    bucket = (offsets - offsets[0]) // max(1, BUFFER_BYTES - BUFFER_BYTES // 4)
-    ends = np.maximum.accumulate(offsets + sizes)
-    cut = np.ones(len(offsets), bool)
-    cut[1:] = large[1:] | large[:-1] | (np.diff(bucket) != 0) | (offsets[1:] - ends[:-1] > MAX_GAP_BYTES)
-    borders = np.flatnonzero(cut).tolist()
-    yield from zip(borders, [*borders[1:], len(offsets)], strict=True)

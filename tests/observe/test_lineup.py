@@ -16,7 +16,7 @@ from auditor.model.mesh import EVERYWHERE, NO_MESH, Coordinate
 from auditor.model.observation import Read
 from auditor.model.pairing import Pairing, PairKind
 from auditor.model.region import Box, FlatRange, whole
-from auditor.observe import plan, unit
+from auditor.observe import plan, together, unit
 from auditor.observe.digest import digest_array
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.shares import Everything
@@ -115,6 +115,7 @@ def test_cells_compare_every_element_once_whatever_the_layouts(data, shape, buff
         made.piece(master, made.master, "m", region, order=order, gap=data.draw(st.sampled_from([0, 3])))
     with (
         mock.patch.object(unit, "BUFFER_BYTES", buffer_bytes),
+        mock.patch.object(together, "BUFFER_BYTES", buffer_bytes),
         mock.patch.object(plan, "UNIT_BYTES", 100 if buffer_bytes == 64 else 1 << 26),
     ):
         catalog, seen = made.observe([cast(weight, master)])

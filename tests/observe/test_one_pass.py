@@ -15,7 +15,7 @@ from auditor.model.dtype import DTYPES, Kind
 from auditor.model.mesh import EVERYWHERE, NO_MESH, Coordinate
 from auditor.model.observation import Read
 from auditor.model.region import Box, FlatRange, whole
-from auditor.observe import plan, unit
+from auditor.observe import plan, together, unit
 from auditor.observe.digest import add, digest_array
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.shares import Everything
@@ -136,8 +136,9 @@ def test_every_piece_is_measured_as_numpy_does_whatever_the_buffer(made, buffer_
     store, catalog = made.finish()
     with (
         mock.patch.object(unit, "BUFFER_BYTES", buffer_bytes),
+        mock.patch.object(together, "BUFFER_BYTES", buffer_bytes),
         mock.patch.object(plan, "UNIT_BYTES", unit_bytes),
-        mock.patch.object(unit, "MAX_GAP_BYTES", 16),
+        mock.patch.object(together, "MAX_GAP_BYTES", 16),
     ):
         seen = run(store, catalog)
     assert_measured(seen, made.expected)

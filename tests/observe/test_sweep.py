@@ -12,7 +12,7 @@ from auditor.model.pairing import Pairing, PairKind
 from auditor.observe.kernel_choice import choose
 from auditor.observe.kernels import Runs, Side, Stream, empty_rows, empty_tallies
 from auditor.observe.numpy_kernels import NumpyKernels
-from auditor.storage.faulty import FaultyStore
+from auditor.storage.faulty import Faults, FaultyStore
 from auditor.storage.local import LocalStore
 from auditor.storage.retrying import RetryingStore
 from auditor.storage.store import descriptor_of
@@ -100,18 +100,19 @@ def test_a_sweep_is_what_python_reads_and_numpy_measures(tmp_path_factory, count
 
 def test_what_has_no_compiled_comparison_is_left_to_python(tmp_path):
     (tmp_path / "file").write_bytes(bytes(4096))
-    with open(tmp_path / "file", "rb") as file:
+    with (tmp_path / "file").open("rb") as file:
         two = streams([file.fileno()] * 2, 64, 0, (DTYPES["float64"], MASTER))
         rows, tally = empty_rows(2), empty_tallies(1)
         assert NUMBA.sweep(two, [(Pairing(PairKind.CAST, 1, 0), 1, 0, tally)], 100, 0, rows) == 0
-    assert tally["num_compared"] == 0 and not rows["num_zero"].any()
+    assert tally["num_compared"] == 0
+    assert not rows["num_zero"].any()
 
 
 def test_who_slows_down_or_disturbs_reading_is_not_passed_by(tmp_path):
     (tmp_path / "file").write_bytes(b"x")
     local = LocalStore(tmp_path)
     known = {}
-    for store in (local, RetryingStore(local), ThrottledStore(local, 1e9), FaultyStore(local, {})):
+    for store in (local, RetryingStore(local), ThrottledStore(local, 1e9), FaultyStore(local, Faults())):
         with store.open("file") as handle:
             known[type(store).__name__] = descriptor_of(handle) is not None
     assert known == {"LocalStore": True, "RetryingStore": True, "ThrottledStore": False, "FaultyStore": False}
