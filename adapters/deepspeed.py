@@ -21,7 +21,6 @@ _STEP_FOLDER = re.compile(r"(?:.*\D)?(\d{1,15})")
 _OWN_NAME = re.compile(r"global_step(\d{1,15})")
 """What DeepSpeed calls a step; people may call it anything (``save_checkpoint(tag=…)``)."""
 _LAYER = re.compile(r"layer_\d+-.*model_states\.pt")
-_EXPERT = re.compile(r"layer_\d+_expert_\d+_.*model_states\.pt")
 _MAX_TRIED = 16
 """Model files that are opened to recognise a step, of thousands."""
 
@@ -37,8 +36,6 @@ class DeepSpeed:
         models = [name for name in folder.files if MODEL.fullmatch(name)]
         if any(_LAYER.fullmatch(name) for name in folder.files):
             return Declined("layer_* files: a pipeline's", 0.5)
-        if any(_EXPERT.fullmatch(name) for name in folder.files):
-            return Declined("layer_*_expert_* files: experts are not read yet", 0.5)
         if not models:
             zeros = any(ZERO.fullmatch(name) for name in folder.files)
             return Declined("no file is called mp_rank_*_model_states.pt", 0.3 if zeros else 0.0)

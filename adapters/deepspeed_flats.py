@@ -11,7 +11,7 @@ Source: DeepSpeed ``runtime/zero/stage_1_and_2.py``, ``runtime/zero/stage3.py``,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from auditor.adapters.catalog_builder import CatalogBuilder, Part
 from auditor.adapters.counters import read_numbers
@@ -45,6 +45,8 @@ class Flat:
 
     slices: Sequence[Slice]
     shapes: Mapping[str, tuple[int, ...]]
+    recorded: Mapping[str, str] = field(default_factory=dict)
+    """Name to what the rank calls it, where that is something else."""
 
 
 def masters_of(file: StepFile) -> tuple[str, list[StoredTensor]]:
@@ -168,7 +170,11 @@ class FlatStates:
         _, masters = masters_of(file)
         if group >= len(masters) or not isinstance(recorded, dict):
             return
-        implied = {piece.name: (piece.at, piece.stop - piece.start) for piece in flat.slices if piece.name}
+        implied = {
+            flat.recorded.get(piece.name, piece.name): (piece.at, piece.stop - piece.start)
+            for piece in flat.slices
+            if piece.name
+        }
         stated = {
             str(name): (address.attributes().get("start"), address.attributes().get("numel"))
             for name, address in recorded.items()

@@ -1,8 +1,8 @@
-"""Megatron-DeepSpeed pipeline checkpoints with BF16_Optimizer: the layout in which BLOOM-176B was saved.
+"""DeepSpeed pipeline checkpoints; with Megatron's layers, the layout in which BLOOM-176B was saved.
 
-Layer files hold the bf16 weights of one pipeline layer and tensor-parallel rank. The fp32 masters and both moments lie
-in zero files, as flat partitions over data-parallel ranks whose order is ``param_shapes`` of the mp_rank files. Tensors
-are called by their optimizer-side names, ``3.input_layernorm.weight``.
+Layer files hold the weights of one pipeline layer and tensor-parallel rank. The fp32 masters and both moments lie in
+zero files, as flat partitions over data-parallel ranks whose order is ``param_shapes`` of the mp_rank files; without
+ZeRO in the mp_rank files. Tensors are called by their optimizer-side names, ``3.input_layernorm.weight``.
 Sources: DeepSpeed ``runtime/bf16_optimizer.py``, ``runtime/pipe/module.py``; Megatron-DeepSpeed ``GPTModelPipe``.
 """
 
@@ -28,7 +28,7 @@ class DeepSpeedPipeline:
 
     name = "deepspeed-pipeline"
     looks_for = (
-        "layer_*-model_*-model_states.pt beside mp_rank_*_model_states.pt, which records param_shapes and global_steps"
+        "layer_*-model_states.pt beside mp_rank_*_model_states.pt, which records global_steps and holds no module"
     )
 
     def recognise(self, store: Store, folder: Folder) -> Match | Declined:
@@ -37,17 +37,20 @@ class DeepSpeedPipeline:
         layers = [name for name in folder.files if LAYER.fullmatch(name)]
         zeros = [name for name in folder.files if ZERO.fullmatch(name)]
         if not models and not layers:
-            return Declined("no file is called mp_rank_*_model_states.pt or layer_*-model_*", 0.3 if zeros else 0.0)
-        if not layers:
-            return Declined(f"{len(models)} mp_rank files but no layer_*-model_*-model_states.pt", 0.5)
+            return Declined("no file is called mp_rank_*_model_states.pt or layer_*", 0.3 if zeros else 0.0)
         number = _STEP_FOLDER.fullmatch(base_name(folder.path))
         for name in models:
             file = StepFile.read(store, folder, name)
             steps = file.tree.get("global_steps")
+            holds_module = file.tree.get("module") is not None
+            if not layers and (holds_module or "param_shapes" not in file.tree):
+                return Declined(f"{name} holds a module itself, and there is no layer_*-model_states.pt", 0.5)
             if "param_shapes" in file.tree and isinstance(steps, int) and 0 <= steps < 1 << 53:
                 reason = f"{len(layers)} layer files; {name} records param_shapes and global_steps={steps}"
                 named = _OWN_NAME.fullmatch(folder_name(store, folder))
                 return Match(steps, reason, int(named[1]) if named else None)
+        if not layers:
+            return Declined(f"{len(models)} mp_rank files but no layer_*-model_states.pt", 0.5)
         if number is None:
             return Declined("its files are named as they should, but none tells the step", 0.8)
         return Match(int(number[1]), f"{len(layers)} layer files by name; no mp_rank file could be read")

@@ -12,6 +12,7 @@ from auditor.adapters.deepspeed_flats import Flat, FlatStates
 from auditor.adapters.deepspeed_pipeline_files import LAYER, read_step_files
 from auditor.adapters.deepspeed_pipeline_layout import Layout
 from auditor.adapters.deepspeed_records import count_in, renamed, shapes_in
+from auditor.adapters.deepspeed_states import PlainStates
 from auditor.adapters.flat_partitions import FlatGroup
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.ties import distinct, in_one_storage
@@ -21,6 +22,8 @@ from auditor.model.dtype import BFLOAT16, DType
 from auditor.model.mesh import Coordinate
 from auditor.model.optimizer import Tie
 from auditor.storage.store import Store, join
+
+_NAMELESS = "without ZeRO no file records which parameters a stage has"
 
 
 class PipelineReading:
@@ -41,7 +44,7 @@ class PipelineReading:
         """The Catalog of the step."""
         for file, coordinate in self.files.all():
             if match := LAYER.fullmatch(file.name):
-                coordinate = coordinate.merged(Coordinate.of(pp=self.layout.stage_of_layer(int(match[1]))))
+                coordinate = coordinate.merged(self.layout.stage_of_layer(int(match[1])))
             self.builder.file(file.as_rank_file(self.folder.path, coordinate))
             if problem := renamed(file):
                 self._problem(ProblemKind.OTHER_RANK, file, problem, coordinate)
@@ -52,8 +55,11 @@ class PipelineReading:
         self.flats.learn([*self.files.zeros.values()], max(map(len, self.flat_groups.values()), default=0))
         for (dp, mp_rank), file in sorted(self.files.zeros.items()):
             self._add_zero_file(dp, mp_rank, file)
+        states = PlainStates(self.builder, self.store, self.folder.path, self.layout.part)
         for mp_rank, file in sorted(self.files.models.items()):
             self._add_model_file(mp_rank, file)
+            if not self.names_only:
+                states.add(file, self.degrees.model_coordinate(mp_rank), {}, unknown=_NAMELESS)
         self._add_ties()
         self._add_leftovers()
         claimed = {file.name for file, _ in self.files.all()} | {*self.files.leftovers, *self.files.deeper}
@@ -89,7 +95,7 @@ class PipelineReading:
             stored = [tensor for _, file in files if isinstance(tensor := file.tree.get(key), StoredTensor)]
             dtype = stored[0].dtype if stored else BFLOAT16
             for tp, file in files:
-                coordinate = Coordinate.of(pp=self.layout.stage_of_layer(layer), tp=tp)
+                coordinate = self.layout.stage_of_layer(layer).merged(Coordinate.of(tp=tp))
                 name = f"{self.layout.prefixes[layer]}{key}"
                 part = self.layout.part(name, Role.PARAMETER, local, coordinate)
                 tensor = self.builder.tensor_of(part, Role.PARAMETER, dtype)

@@ -1,6 +1,7 @@
 """The files of one DeepSpeed pipeline checkpoint: their names, what rank wrote them, which must be there.
 
     layer_<LL>-model_<TT>-model_states.pt                  LL pipeline layer, TT tensor-parallel rank
+    layer_<LL>-model_states.pt                             the same in a topology without a model axis
     mp_rank_<MM>_model_states.pt                           MM = pp_rank · tp_degree + tp_rank
     [bf16_]zero_pp_rank_<D>_mp_rank_<MM>_optim_states.pt   D data-parallel rank, not padded
 
@@ -22,7 +23,7 @@ from auditor.containers.torch_zip import RecordBudget, StoredTensor
 from auditor.model.mesh import Coordinate, Mesh
 from auditor.storage.store import Store
 
-LAYER = re.compile(r"layer_(\d{2,})-model_(\d{2,})-model_states\.pt")
+LAYER = re.compile(r"layer_(\d{2,})(?:-model_(\d{2,}))?-model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d{2,})_model_states\.pt")
 ZERO = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d{2,})_optim_states\.pt")
 
@@ -109,7 +110,7 @@ def read_step_files(store: Store, folder: Folder, *, names_only: bool = False) -
         target = layers if (found := LAYER.fullmatch(name)) else zeros if (found := ZERO.fullmatch(name)) else None
         if found is None or target is None:
             continue
-        key = int(found[1]), int(found[2])
+        key = int(found[1]), int(found[2] or 0)
         if key in target:
             leftovers.append(name)
             continue
@@ -173,8 +174,10 @@ def _add_absent(
     """Add what the recorded sizes and the parameter names of the stages imply; what of it is impossible, by file."""
     for mp_rank in range(degrees.pp * degrees.tp):
         models.setdefault(mp_rank, StepFile.absent(f"mp_rank_{mp_rank:02d}_model_states.pt"))
+    # Names of parameters with their shapes are recorded where their optimizer state lies in files of its own.
+    kept_apart = zeros or any(isinstance(file.tree.get("param_shapes"), list) for file in models.values())
     prefix = "bf16_" if any(file.name.startswith("bf16_") for file in zeros.values()) or not zeros else ""
-    for dp in range(degrees.dp):
+    for dp in range(degrees.dp) if kept_apart else ():
         for mp_rank in range(degrees.pp * degrees.tp):
             name = f"{prefix}zero_pp_rank_{dp}_mp_rank_{mp_rank:02d}_optim_states.pt"
             zeros.setdefault((dp, mp_rank), StepFile.absent(name))
@@ -182,9 +185,11 @@ def _add_absent(
     if len(numbers) * degrees.tp > MAX_RANKS:
         first = min(models.values(), key=lambda file: file.name)
         return {first.name: f"records parameters of {len(numbers)} layers on {degrees.tp} tensor-parallel ranks"}
+    no_axis = any("-model_states" in file.name and file.name.count("-") == 1 for file in layers.values())
     for layer in numbers:
         for tp in range(degrees.tp):
-            layers.setdefault((layer, tp), StepFile.absent(f"layer_{layer:02d}-model_{tp:02d}-model_states.pt"))
+            middle = "" if no_axis else f"-model_{tp:02d}"
+            layers.setdefault((layer, tp), StepFile.absent(f"layer_{layer:02d}{middle}-model_states.pt"))
     return {}
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from auditor.adapters.adapter import Options
 from auditor.adapters.catalog_builder import Part
@@ -16,11 +17,12 @@ from auditor.adapters.deepspeed_pipeline_files import StepFiles
 from auditor.adapters.megatron_names import Placed, megatron_args, place, rule_for, sizes_from
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Role
-from auditor.model.mesh import Coordinate, Placement, Replicate, coordinates_along, global_shape, local_box
+from auditor.model.mesh import EVERYWHERE, Coordinate, Placement, Replicate, coordinates_along, global_shape, local_box
 from auditor.model.region import whole
 
 _TIED = re.compile(r"tied_modules\.[^.]+\.")
 _NUMBERED = re.compile(r"(\d{1,6})\.")
+_POSITIONS = "position_embeddings.weight"
 _ORDER_PER_LAYER = 1 << 20
 
 
@@ -87,10 +89,11 @@ class Layout:
             for key, shape in keys.items()
         }
 
-    def stage_of_layer(self, layer: int) -> int:
-        """The stage that wrote the layer's files."""
+    def stage_of_layer(self, layer: int) -> Coordinate:
+        """The stage that wrote the layer's files; nothing where none is recorded (frozen layers, no ZeRO)."""
         prefix = self.prefixes[layer]
-        return next((self.stages[f"{prefix}{key}"][0] for key in self._by_prefix.get(prefix, ())), 0)
+        stage = next((self.stages[f"{prefix}{key}"][0] for key in self._by_prefix.get(prefix, ())), None)
+        return EVERYWHERE if stage is None and self.degrees.pp > 1 else Coordinate.of(pp=stage or 0)
 
     def key_of(self, name: str) -> str:
         """A name within its layer."""
@@ -103,7 +106,8 @@ class Layout:
         placed = place(key, local, self.degrees.tp, self.sizes, self.options.stated("tp", name))
         stages = self.stages.get(name, [0])
         stage = coordinate.as_dict().get("pp", stages[0])
-        if len(stages) > 1 and not self._synchronised(key):
+        unknown = len(stages) > 1 and rule_for(key) is None and not key.endswith(_POSITIONS) and not self._only(name)
+        if len(stages) > 1 and not self._synchronised(name, key):
             # Of a tied module only the tied weight is kept equal over stages; the rest are tensors of their own.
             if stage != stages[0]:
                 name, order = f"{name}@pp={stage}", order + (1 << 39)
@@ -112,7 +116,9 @@ class Layout:
             # Each rank's part stands for itself: nothing is claimed about how the parts belong together.
             alone = f"{name}@{coordinate.along(('tp',))}"
             return Part(alone, order, local, ((whole(local), 0),), undetermined=placed.reason)
-        return self._placed_part(name, order, role, local, coordinate, placed, stages)
+        found = self._placed_part(name, order, role, local, coordinate, placed, stages)
+        reason = "which parameters of a module on several stages are kept equal is not recorded"
+        return replace(found, undetermined=reason) if unknown else found
 
     def _placed_part(
         self, name: str, order: int, role: Role, local: tuple[int, ...], coordinate: Coordinate, placed: Placed,
@@ -134,7 +140,12 @@ class Layout:
             tuple(axis for axis, degree in once.items() if degree > 1), placement,
         )  # fmt: skip
 
-    @staticmethod
-    def _synchronised(key: str) -> bool:
+    def _synchronised(self, name: str, key: str) -> bool:
+        """Whether a tied parameter is kept equal over stages: of a module of one parameter, that must be meant."""
         rule = rule_for(key)
-        return rule is not None and rule.synchronised_over_stages
+        return self._only(name) or (rule is not None and rule.synchronised_over_stages)
+
+    def _only(self, name: str) -> bool:
+        """Whether a parameter is the only one of its tied module."""
+        key = self.key_of(name)
+        return len(self._by_prefix.get(name[: len(name) - len(key)], ())) == 1

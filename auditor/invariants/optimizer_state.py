@@ -10,7 +10,7 @@ from functools import cached_property
 
 from auditor.model.catalog import Catalog, FileState, Role, Tensor
 from auditor.model.finding import Judgement, Location, Violation
-from auditor.model.optimizer import ParameterGroup
+from auditor.model.optimizer import ParameterGroup, parameter_of
 from auditor.model.run import StepEvidence, optimizer_step
 
 _PLACE = re.compile(r"@[a-z]+=\d+(?:,[a-z]+=\d+)*$")
@@ -131,9 +131,8 @@ class KeptState:
         catalog, tensor = self.catalog, self.catalog.tensors[number]
         rows = catalog.rows_by_tensor.get(number)
         piece = catalog.pieces[int(rows[0])] if rows is not None and len(rows) else None
-        file = catalog.files[piece.file].name if piece else ""
-        coordinate = piece.coordinate if piece else catalog.replicas[number][0]
-        return Location(catalog.step, file, tensor.name, tensor.role, tensor.order, coordinate, detail=detail)
+        file, at = (catalog.files[piece.file].name, piece.coordinate) if piece else ("", catalog.replicas[number][0])
+        return Location(catalog.step, file, tensor.name, tensor.role, tensor.order, at, detail=detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,15 +313,16 @@ def _on_others(kept: KeptState, name: str, key: str, numbers: Sequence[int]) -> 
     catalog = kept.catalog
     if not all(catalog.tensors[number].undetermined for number in numbers):
         return None
+    tensor = catalog.tensors[numbers[0]]
+    called = {catalog.tensors[number].name for number in numbers}
+    # What a rank calls by a name that has the moment is in some file: a part of it need not be in this one.
+    called |= {parameter_of(one) for one in called if tensor.role is Role.MOMENT}
     holders = {catalog.files[file].name for file in kept.files_of(numbers)}
     others = {file.name for file in catalog.files if file.state is FileState.PRESENT} - holders
-    without = [
-        group for group in catalog.groups
-        if group.file in others and any(plain(other) == name for other in group.parameters or ())
-    ]  # fmt: skip
+    without = [group for group in catalog.groups if group.file in others
+               and any(plain(other) == name and other not in called for other in group.parameters or ())]  # fmt: skip
     if not without or not holders:
         return None
-    tensor = catalog.tensors[numbers[0]]
     detail = f"holds no {key} of {name}, {catalog.within(min(holders))} does"
     locations = tuple(
         Location(catalog.step, group.file, name, tensor.role, tensor.order, group.coordinate, detail=detail)

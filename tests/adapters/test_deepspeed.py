@@ -7,6 +7,7 @@ import pytest
 
 from auditor.adapters.adapter import Folder, Match, Options
 from auditor.adapters.deepspeed import DeepSpeed
+from auditor.adapters.deepspeed_pipeline import DeepSpeedPipeline
 from auditor.audit import audit
 from auditor.model.catalog import FileState, Role
 from auditor.storage.local import LocalStore
@@ -20,20 +21,26 @@ ADAPTER = DeepSpeed()
 RANK = re.compile(r"zero_pp_rank_(\d+)")
 
 
-def merged(path):
-    """Role to name to tensor, put together from zero files with torch alone, as zero_to_fp32 does it."""
+def load(path, pattern):
+    """The files of a pattern, in order of their data-parallel rank."""
     torch = pytest.importorskip("torch")
+    files = sorted(path.glob(pattern), key=lambda file: int((RANK.search(file.name) or ["", "0"])[1]))
+    return [torch.load(file, weights_only=False) for file in files]
 
-    def load(pattern):
-        files = sorted(path.glob(pattern), key=lambda file: int((RANK.search(file.name) or ["", "0"])[1]))
-        return [torch.load(file, weights_only=False) for file in files]
 
-    models, zeros = load("*model_states.pt"), [file["optimizer_state_dict"] for file in load("*optim_states.pt")]
+def merged(path):
+    """Role to name to tensor, put together with torch alone, as DeepSpeed's own zero_to_fp32 does it."""
+    torch = pytest.importorskip("torch")
+    models = load(path, "zero_pp_rank_*_model_states.pt") or load(path, "mp_rank_*_model_states.pt")
+    zeros = [file["optimizer_state_dict"] for file in load(path, "*zero_pp_rank_*_optim_states.pt")]
     found = {"master": {}, "first_moment": {}, "second_moment": {}}
     stage_3 = "fp32_flat_groups" in zeros[0] if zeros else False
     for group, shapes in enumerate(models[0]["param_shapes"] or ()):
         for role, tensors in found.items():
             flats = [flat(zero, role, group, stage_3) for zero in zeros]
+            if any("deepspeed_experts" in name for name in shapes):
+                tensors |= experts(flats, shapes, zeros[0]["partition_count"][group])
+                continue
             at = 0
             for name, shape in shapes.items():
                 count = math.prod(shape)
@@ -48,6 +55,44 @@ def merged(path):
     if not stage_3:
         buffers = models[0]["buffer_names"]
         found["parameter"] = {name: value for name, value in models[0]["module"].items() if name not in buffers}
+        for expert in load(path, "layer_*_expert_*"):
+            found["parameter"] |= expert
+    found["parameter"] = found.get("parameter", {}) | {
+        name: torch.cat([model["frozen_param_fragments"][name] for model in models])[: math.prod(shape)].view(shape)
+        for name, shape in (models[0]["frozen_param_shapes"] or {}).items() if stage_3
+    }  # fmt: skip
+    return found | unpartitioned(models[0])
+
+
+def experts(flats, shapes, count):
+    """Experts are on every second rank the same, of two expert-parallel ranks with two experts each."""
+    torch = pytest.importorskip("torch")
+    found, degree = {}, len(flats) // count
+    for rank in range(degree):
+        whole, at = torch.cat(flats[rank::degree]), 0
+        for name, shape in shapes.items():
+            called = re.sub(
+                r"(?<=deepspeed_experts\.)(\d+)", lambda match, rank=rank: str(int(match[1]) + 2 * rank), name
+            )
+            found[called] = whole[at : at + math.prod(shape)].view(shape)
+            at += math.prod(shape)
+    return found
+
+
+def unpartitioned(model):
+    """Masters and moments of an engine without ZeRO, whose optimizer has the module's parameters in one group."""
+    if not model["optimizer"]:
+        return {}
+    state = model["optimizer"].get("optimizer_state_dict", model["optimizer"])["state"]
+    names = [name for name in model["module"] if name not in (*model["buffer_names"], "head.weight")]
+    if len(names) != len(state):
+        return {}  # Experts: the state is in files of its own.
+    found = {
+        role: {name: state[number][key] for number, name in enumerate(names)}
+        for role, key in (("first_moment", "exp_avg"), ("second_moment", "exp_avg_sq"))
+    }
+    if "fp32_groups" in model["optimizer"]:
+        found["master"] = dict(zip(names, model["optimizer"]["fp32_groups"][0], strict=True))
     return found
 
 
@@ -58,22 +103,46 @@ def flat(zero, role, group, stage_3):
     return state["exp_avg" if role == "first_moment" else "exp_avg_sq"]
 
 
+def as_bytes(found):
+    torch = pytest.importorskip("torch")
+    return {
+        (role, name): tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for role, tensors in found.items()
+        for name, tensor in tensors.items()
+    }
+
+
 @pytest.mark.usefixtures("deepspeed")
 class TestContract(AdapterContract):
     adapter = ADAPTER
-    checkpoints = (
-        FIXTURES / "zero2_bf16" / "global_step6", FIXTURES / "zero1_bf16_fp32_grads" / "global_step2",
-        FIXTURES / "zero3_bf16" / "global_step6",
+    checkpoints = tuple(
+        FIXTURES / name
+        for name in (
+            "zero2_bf16/global_step6", "zero1_bf16_fp32_grads/global_step2", "zero3_bf16/global_step6",
+            "zero0_bf16/global_step2", "zero1_moe/global_step2", "zero0_moe/global_step2", "zero3_frozen/global_step2",
+        )
     )  # fmt: skip
     foreign = (HEALTHY / "global_step10", TP4 / "global_step6", FIXTURES / "zero2_bf16")
 
     def framework_arrays(self, path):
-        torch = pytest.importorskip("torch")
-        return {
-            (role, name): tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
-            for role, tensors in merged(path).items()
-            for name, tensor in tensors.items()
-        }
+        return as_bytes(merged(path))
+
+
+class TestPipelineContract(AdapterContract):
+    """Pipelines whose topology has no model axis, with fp16 and without ZeRO; the rest is in its own module."""
+
+    adapter = DeepSpeedPipeline()
+    checkpoints = (FIXTURES / "pipeline_zero1_fp16" / "global_step2", FIXTURES / "pipeline_fp32" / "global_step2")
+
+    def framework_arrays(self, path):
+        found = {}
+        for file in path.glob("layer_*"):
+            layer = int(file.name.split("-")[0].removeprefix("layer_"))
+            tied = layer == 0 and "fp16" in str(path)
+            for key, tensor in load(path, file.name)[0].items():
+                if "offsets" not in key:
+                    found["tied_modules.embed." + key if tied else f"{layer}.{key}"] = tensor
+        return as_bytes({"parameter": found})
 
 
 def read(store, path="", **options):
