@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from auditor.model.catalog import Catalog, File, Problem, Role, Scalar, Tensor
 from auditor.model.dtype import DType
+from auditor.model.encoding import Encoding
 from auditor.model.mesh import Coordinate, Mesh, Placement
 from auditor.model.optimizer import ParameterGroup, Tie
 from auditor.model.pieces_builder import PiecesBuilder
@@ -54,6 +55,10 @@ class CatalogBuilder:
     def file_id(self, name: str) -> int:
         """The number of a file added before."""
         return self._file_ids[name]
+
+    def encode(self, number: int, encoding: Encoding) -> None:
+        """How the content of a file added before is stored."""
+        self._files[number] = replace(self._files[number], encoding=encoding)
 
     def tensor(
         self, name: str, role: Role, dtype: DType, shape: tuple[int, ...], order: int, *,

@@ -3,9 +3,9 @@
     zarr.json     node_type group or array; shape, data_type, chunk_grid, chunk_key_encoding, codecs, attributes
     c/<i>/<j>     the chunk at position (i, j) of a regular grid, in C order; edge chunks are as long as others
 
-Only chunks whose bytes are the elements are read: the codec ``bytes``, little-endian, and nothing else. An array with
-other codecs is known by shape and dtype; ``unsupported`` says why its values aren't. Elements of zarr's own data types;
-an unsigned integer may carry another dtype of its width. Source: the Zarr v3 core specification, version 3.1.
+Chunks may be compressed, and may be shards; ``codec`` says what is to be undone. An array with codecs that aren't read
+here is known by shape and dtype; ``unsupported`` says why its values aren't. Elements of zarr's own data types; an
+unsigned integer may carry another dtype of its width. Source: the Zarr v3 core specification, version 3.1.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 from auditor.containers.damage import DamagedError, LimitError
 from auditor.containers.json_document import read_json
+from auditor.containers.zarr_codecs import counts, named, read_codecs
 from auditor.model.dtype import DTYPES, DType, Kind
 from auditor.model.region import Box
 from auditor.storage.store import Handle
@@ -50,6 +51,8 @@ class ZarrArray(ZarrNode):
     separator: str = "/"
     unsupported: str = ""
     """Why the values can't be read; empty where they can."""
+    codec: str = ""
+    """What a chunk's bytes are under, as :mod:`auditor.model.encoding` calls it."""
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -138,7 +141,11 @@ def read_node(handle: Handle) -> ZarrNode:
         StorageError: storage failed.
     """
     # Zarr's readers take the last of two equal keys; whoever writes a key twice fools one reader or the other.
-    document = read_json(handle)
+    return node_of(read_json(handle))
+
+
+def node_of(document: Any) -> ZarrNode:
+    """The node that a document describes. Raises as :func:`read_node`, but for storage."""
     if not isinstance(document, dict) or document.get("zarr_format") != 3:
         raise DamagedError("it is no document of a Zarr v3 node")
     attributes = document.get("attributes", {})
@@ -152,21 +159,17 @@ def read_node(handle: Handle) -> ZarrNode:
 
 
 def _array(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> ZarrArray:
-    shape = _counts(document.get("shape"))
+    grid, encoding = (named(document.get(key)) for key in ("chunk_grid", "chunk_key_encoding"))
+    shape, chunk_shape = counts(document.get("shape")), counts(grid[1].get("chunk_shape"))
     if shape is None or len(shape) > MAX_DIMS:
         raise DamagedError("it has no shape")
-    grid, encoding = (_named(document.get(key)) for key in ("chunk_grid", "chunk_key_encoding"))
-    chunk_shape = _counts(grid[1].get("chunk_shape"))
-    unsupported = _codecs(document.get("codecs"))
+    codec, unsupported = read_codecs(document.get("codecs"), chunk_shape or ())
     if grid[0] != "regular":
         # Keys of chunks are not known then either; the whole array counts as one.
         unsupported, chunk_shape = f"chunk grid {grid[0][:40] or 'of no name'}", tuple(max(1, n) for n in shape)
-    if chunk_shape is None or len(chunk_shape) != len(shape) or 0 in chunk_shape:
-        raise DamagedError(f"its chunks have no shape that fits {list(shape)}")
-    if max(math.prod(filter(None, shape)), math.prod(chunk_shape)) > MAX_EXTENT:
-        raise LimitError("its shape or that of its chunks is beyond any tensor's")
+    chunk_shape = checked(shape, chunk_shape)
     data_type = document.get("data_type")
-    name = data_type if isinstance(data_type, str) else _named(data_type)[0]
+    name = data_type if isinstance(data_type, str) else named(data_type)[0]
     if not name or len(name) > 64:
         raise DamagedError("it has no data type")
     if encoding[0] not in ("default", "v2"):
@@ -177,32 +180,18 @@ def _array(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> ZarrAr
         raise DamagedError("the separator of its chunk keys is neither / nor .")
     if isinstance(document.get("storage_transformers"), list) and document["storage_transformers"]:
         unsupported = unsupported or "storage transformers"
-    return ZarrArray(attributes, shape, chunk_shape, name, prefix, separator, unsupported)
+    return ZarrArray(attributes, shape, chunk_shape, name, prefix, separator, unsupported, codec)
 
 
-def _codecs(stated: Any) -> str:
-    """Why the bytes of a chunk aren't its elements; empty where they are."""
-    if not isinstance(stated, list) or not stated:
-        raise DamagedError("it has no codecs")
-    for name, configuration in map(_named, stated):
-        if name != "bytes":
-            return f"codec {name[:40] or 'of no name'}"
-        if configuration.get("endian", "little") != "little":
-            return "codec bytes, big-endian"
-    return "" if len(stated) == 1 else "several codecs"
+def checked(shape: tuple[int, ...], chunk_shape: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The shape of the chunks of an array of ``shape``.
 
-
-def _named(stated: Any) -> tuple[str, Mapping[str, Any]]:
-    """Name and configuration of an extension point; a name alone is allowed."""
-    if isinstance(stated, str):
-        return stated, {}
-    if not isinstance(stated, dict) or not isinstance(stated.get("name"), str):
-        return "", {}
-    configuration = stated.get("configuration", {})
-    return stated["name"], configuration if isinstance(configuration, dict) else {}
-
-
-def _counts(value: Any) -> tuple[int, ...] | None:
-    # Not isinstance: true and false are integers too.
-    good = isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
-    return tuple(value) if good else None
+    Raises:
+        DamagedError: they have none that fits.
+        LimitError: either is beyond any tensor's.
+    """
+    if chunk_shape is None or len(chunk_shape) != len(shape) or 0 in chunk_shape:
+        raise DamagedError(f"its chunks have no shape that fits {list(shape)}")
+    if max(math.prod(filter(None, shape)), math.prod(chunk_shape)) > MAX_EXTENT:
+        raise LimitError("its shape or that of its chunks is beyond any tensor's")
+    return chunk_shape

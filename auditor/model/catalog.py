@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.model.dtype import DType
+from auditor.model.encoding import Encoding
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh, Replicate, Shard
 from auditor.model.optimizer import ParameterGroup, Tie, parameter_of
 from auditor.model.region import Box, FlatRange, Region
@@ -94,6 +95,8 @@ class File:
     """The file format, as ``auditor.containers`` calls it."""
     opaque: tuple[tuple[str, int], ...] = ()
     """Calls of unknown globals in its pickles, which were not made: name and count."""
+    encoding: Encoding | None = field(default=None, compare=False, repr=False)
+    """How its content is stored, where pieces can't address its bytes as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +156,7 @@ class Piece:
     tensor: int
     file: int
     offset: int
-    """First byte of the piece's first element in the file."""
+    """First byte of the piece's first element in the file; where the file has an encoding, in its content."""
     shape: tuple[int, ...]
     """As stored: the region's shape, or ``(n,)`` for a flat range."""
     strides: tuple[int, ...]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from auditor.containers.encoded import open_file
 from auditor.model.catalog import Catalog, FileState, Piece, Tensor, c_strides, placed_in_file
 from auditor.model.dtype import DType, Kind
 from auditor.model.mesh import Coordinate
@@ -79,7 +80,7 @@ def _measure(
             pair = (boxes[0][left][1], boxes[1][right][1])
             for piece in pair:
                 if piece.file not in readers:
-                    readers[piece.file] = stack.enter_context(store.open(catalog.files[piece.file].name))
+                    readers[piece.file] = stack.enter_context(open_file(store, catalog.files[piece.file]))
             tally.compare(cell, [(readers[piece.file], piece) for piece in pair])
     places = catalog.replicas[tensor]
     return tally.difference(places[one], places[other], equal)

@@ -18,7 +18,7 @@ from auditor.model.dtype import DType, Kind
 from auditor.model.pairing import Pairing
 from auditor.model.region import as_boxes
 from auditor.observe.lineup import Lineup, lineups
-from auditor.observe.placing import Cell, Side, cell_of, flat_starts, parts
+from auditor.observe.placing import Cell, Part, Side, cell_of, flat_starts, parts
 
 UNIT_BYTES = 64 << 20
 """About how much one unit of work reads: enough to hide its overhead, few enough to keep workers busy."""
@@ -122,7 +122,8 @@ def _without_copies(table: Table, files: NDArray[np.int32]) -> tuple[Table, tupl
 def _table_units(catalog: Catalog, dtypes: tuple[DType, ...], table: Table) -> Iterator[Unit]:
     """The table cut by file and at about :data:`UNIT_BYTES`; longer stretches are cut as well."""
     widths = np.array([np.dtype(dtype.carrier).itemsize for dtype in dtypes] or [1], np.int64)
-    table = _cut(table, widths)
+    encoded = np.array([file.encoding is not None for file in catalog.files] or [False])
+    table = _cut(table, widths, encoded[catalog.pieces.file[table.row]])
     sizes = table.length * widths[table.dtype]
     files = catalog.pieces.file[table.row]
     filled = (np.cumsum(sizes) - sizes) // UNIT_BYTES
@@ -132,13 +133,20 @@ def _table_units(catalog: Catalog, dtypes: tuple[DType, ...], table: Table) -> I
             own = table.take(slice(low, high))
             rows, positions = np.unique(own.row, return_inverse=True)
             file = catalog.files[int(files[low])]
+            reach = int(own.offset.min()), int((own.offset + sizes[low:high]).max())
+            file = _with_chunks(file, *reach)
             yield Unit((file,), rows, dtypes, replace(own, row=positions), num_bytes=int(sizes[low:high].sum()))
 
 
-def _cut(table: Table, widths: NDArray[np.int64]) -> Table:
-    """Stretches of at most :data:`UNIT_BYTES`."""
+def _with_chunks(file: File, first: int, last: int) -> File:
+    """A file with those chunks alone that hold something of its content from ``first`` to ``last``."""
+    return file if file.encoding is None else replace(file, encoding=file.encoding.between(first, last))
+
+
+def _cut(table: Table, widths: NDArray[np.int64], encoded: NDArray[np.bool_]) -> Table:
+    """Stretches of at most :data:`UNIT_BYTES`; those stay whole that can only be decoded from their beginning."""
     limit = UNIT_BYTES // widths[table.dtype]
-    counts = np.maximum(1, -(-table.length // limit))
+    counts = np.where(encoded, 1, np.maximum(1, -(-table.length // limit)))
     if (counts == 1).all():
         return table
     whole = np.repeat(np.arange(len(table)), counts)
@@ -166,7 +174,7 @@ def _cell_units(catalog: Catalog, cells: Iterable[Cell], lineups: Sequence[Lineu
     """Cells in the given order, joined while they lie in the same files and cut where they are large."""
     held: list[Cell] = []
     num_bytes = 0
-    for cell in _small(cells):
+    for cell in _small(catalog, cells):
         same = held and [side.file for side in held[-1].sides] == [side.file for side in cell.sides]
         if held and (not same or num_bytes + cell.num_bytes > UNIT_BYTES):
             yield _unit(catalog, held, lineups, num_bytes)
@@ -177,9 +185,9 @@ def _cell_units(catalog: Catalog, cells: Iterable[Cell], lineups: Sequence[Lineu
         yield _unit(catalog, held, lineups, num_bytes)
 
 
-def _small(cells: Iterable[Cell]) -> Iterator[Cell]:
+def _small(catalog: Catalog, cells: Iterable[Cell]) -> Iterator[Cell]:
     for cell in cells:
-        if cell.num_bytes <= UNIT_BYTES:
+        if cell.num_bytes <= UNIT_BYTES or any(catalog.files[side.file].encoding is not None for side in cell.sides):
             yield cell
             continue
         for part in parts(cell, UNIT_BYTES // (2 * len(cell.sides))):
@@ -205,6 +213,18 @@ def _unit(catalog: Catalog, cells: Sequence[Cell], lineups: Sequence[Lineup], nu
         for cell in cells
     )
     return Unit(
-        tuple(catalog.files[number] for number in files), np.array(rows, np.int64), cells=own,
+        tuple(_with_chunks(catalog.files[number], *_reach(cells, number)) for number in files),
+        np.array(rows, np.int64), cells=own,
         tallies=tuple(tallies), pairings=tuple(lineups[number].pairing for number in tallies), num_bytes=num_bytes,
     )  # fmt: skip
+
+
+def _reach(cells: Iterable[Cell], file: int) -> tuple[int, int]:
+    """First byte of one file that cells read, and the byte after the last."""
+    extents = [
+        Part(cell, (0,) * len(cell.shape), cell.shape).extent(side)
+        for cell in cells
+        for side in cell.sides
+        if side.file == file
+    ]
+    return min(first for first, _ in extents), max(last for _, last in extents)

@@ -16,6 +16,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from auditor.containers.encoded import open_file
 from auditor.model.dtype import DType
 from auditor.model.observation import Read
 from auditor.observe.kernel_choice import choose
@@ -32,6 +33,7 @@ from auditor.storage.store import (
     ShortReadError,
     StorageError,
     Store,
+    UndecodableError,
     changed_since,
     descriptor_of,
 )
@@ -41,6 +43,7 @@ SWEEP_BYTES = 1 << 20
 """So much the compiled kernels read at once over all sides: it stays in the L2 cache until it is compared."""
 
 _DONE = int(Read.DONE)
+_DAMAGED = (ShortReadError, UndecodableError)
 
 _local = threading.local()
 
@@ -111,7 +114,7 @@ class _Doing:
         if number not in self.handles:
             file = self.unit.files[number]
             try:
-                self.handles[number] = handle = self.stack.enter_context(self.store.open(file.name))
+                self.handles[number] = handle = self.stack.enter_context(open_file(self.store, file))
                 if handle.entry.identity != file.identity:
                     self.result.changed.add(file.name)
             except StorageError as error:
@@ -130,8 +133,7 @@ class _Doing:
 
     def failed(self, rows: Sequence[int] | NDArray[np.int64], number: int, error: StorageError) -> None:
         """Note that ``rows`` could not be read from file ``number``."""
-        gone = isinstance(error, (ShortReadError, ObjectMissingError))
-        state = Read.LOST if gone else Read.FAILED
+        state = Read.LOST if isinstance(error, (*_DAMAGED, ObjectMissingError)) else Read.FAILED
         read = self.result.observed["read"]
         read[rows] = np.maximum(read[rows], int(state))
         self.result.failures.setdefault(self.unit.files[number].name, str(error))
@@ -170,10 +172,10 @@ class _Doing:
         try:
             self.window(part, sizes)
         except StorageError as error:
-            if len(part) == 1 or not isinstance(error, ShortReadError):
+            if len(part) == 1 or not isinstance(error, _DAMAGED):
                 self.failed(part.row, 0, error)
                 return
-            # What lies before the end is there all the same.
+            # What lies before the end, or beside a broken chunk, is there all the same.
             for at in range(len(part)):
                 self.attempt(part.take(slice(at, at + 1)), sizes[at : at + 1])
 

@@ -35,6 +35,10 @@ class ObjectChangedError(StorageError):
     """Another version of the object is there than the one that was opened."""
 
 
+class UndecodableError(StorageError):
+    """The object is there, but what is stored in the range that was asked for can't be decoded: it is damaged."""
+
+
 class TransientReadError(StorageError):
     """Storage failed in a way that may pass; worth another try."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from auditor.containers.encoded import open_file
 from auditor.errors import AuditorError
 from auditor.model.catalog import Catalog, FileState, Piece, Tensor, placed_in_file
 from auditor.model.dtype import Kind
@@ -68,7 +69,7 @@ def read_piece(store: Store, catalog: Catalog, row: int) -> NDArray[np.generic]:
     file = catalog.files[piece.file]
     _check(catalog, piece)
     try:
-        with store.open(file.name) as handle:
+        with open_file(store, file) as handle:
             _copy(handle, piece.offset, whole(piece.shape), piece.strides, result)
     except StorageError as error:
         raise SourceLostError(str(error)) from error
@@ -93,7 +94,7 @@ def _fill(
                 offset, strides = placed_in_file(piece, what.shape, common)
                 try:
                     if piece.file not in handles:
-                        handles[piece.file] = stack.enter_context(store.open(catalog.files[piece.file].name))
+                        handles[piece.file] = stack.enter_context(open_file(store, catalog.files[piece.file]))
                     at = piece.offset + offset * result.itemsize
                     # Of a tensor without dims an empty index would give a copy, not the array itself.
                     _copy(handles[piece.file], at, common, strides, result[inside or ...], seen)

@@ -1,0 +1,83 @@
+"""The folders of one Orbax checkpoint: which of them are items, what else lies there, and whether it was finished.
+
+<step>/_CHECKPOINT_METADATA    by CheckpointManager since 0.7
+<step>/<item>/…                one folder an item; a checkpointer alone writes an item where it is told to
+<step>.orbax-checkpoint-tmp/   a save that was not finished; older versions append -<timestamp>
+commit_success.txt             written last; older versions wrote it on object stores alone
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from auditor.adapters.adapter import Folder
+from auditor.adapters.orbax_arrays import DOCUMENTS
+from auditor.containers.ocdbt import MANIFEST
+from auditor.storage.store import Store
+
+STEP_METADATA, TREE, SHARDING, WRITTEN = "_CHECKPOINT_METADATA", "_METADATA", "_sharding", "array_metadatas"
+MARKER, V1_MARKER, STRINGS, LEGACY = "commit_success.txt", "orbax.checkpoint", "_strings.json", "checkpoint"
+TEMPORARY = ".orbax-checkpoint-tmp"
+_STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,15})", re.A | re.S)
+_LOOKED_INTO = 16
+"""Folders of an item that are opened to see whether they are arrays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item of a checkpoint."""
+
+    name: str
+    """Without what marks it as unfinished; empty for a checkpoint that is one item."""
+    folder: Folder
+
+
+def without_mark(name: str) -> str:
+    """A folder's name without what marks it as unfinished."""
+    return name.partition(TEMPORARY)[0]
+
+
+def step_in(name: str) -> int | None:
+    """The number at the end of a folder's name."""
+    found = _STEP.fullmatch(without_mark(name))
+    return int(found[1]) if found else None
+
+
+def is_item(store: Store, folder: Folder) -> bool:
+    """Whether a folder holds arrays as Orbax lays them out.
+
+    Raises:
+        StorageError: storage failed.
+    """
+    if TREE in folder.files or MANIFEST in folder.files:
+        return True
+    if any(name.startswith("ocdbt.process_") for name in folder.folders):
+        return True
+    if LEGACY not in folder.files and SHARDING not in folder.files:
+        return False
+    inner = list(folder.folders.values())[:_LOOKED_INTO]
+    return any(not DOCUMENTS_.isdisjoint(Folder.read(store, entry.name).files) for entry in inner)
+
+
+DOCUMENTS_ = frozenset(DOCUMENTS)
+
+
+def items_of(store: Store, folder: Folder) -> list[Item]:
+    """The items of a checkpoint, sorted by name; none where the folder is no checkpoint.
+
+    Raises:
+        StorageError: storage failed.
+    """
+    if is_item(store, folder):
+        return [Item("", folder)]
+    marked = STEP_METADATA in folder.files or V1_MARKER in folder.files
+    found = []
+    for name, entry in folder.folders.items():
+        # Steps that a checkpointer wrote side by side are no items of one.
+        if not marked and step_in(name) is not None:
+            return []
+        inner = Folder.read(store, entry.name)
+        if is_item(store, inner):
+            found.append(Item(without_mark(name), inner))
+    return found

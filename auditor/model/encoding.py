@@ -1,0 +1,105 @@
+"""How the content of a file is stored where its bytes aren't its elements: chunks, compressed or held elsewhere.
+
+A piece in such a file is addressed in its *content*: the chunks laid end to end, decoded. So what reads pieces knows
+nothing of codecs; who opens the file undoes them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+PLAIN, ZSTD, GZIP = "", "zstd", "gzip"
+SHARD = "shard"
+"""Before another codec: the chunk is the only one of a Zarr shard, which says at its end where it lies in it."""
+
+_ALIGNED = 64
+"""Chunks begin at a multiple of it, so that elements are aligned in a buffer whatever lies before them."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Encoding:
+    """The chunks of one file. Columns, in order of content."""
+
+    start: NDArray[np.int64]
+    """Position of the chunk in the content."""
+    num_bytes: NDArray[np.int64]
+    """Length there."""
+    offset: NDArray[np.int64]
+    """First stored byte: in the file, or where ``held`` in ``memory``."""
+    num_stored: NDArray[np.int64]
+    codec: NDArray[np.int8]
+    """Position in ``codecs``."""
+    held: NDArray[np.bool_]
+    """Whether what is stored is in ``memory``: chunks that lie inside metadata have no byte range of their own."""
+    codecs: tuple[str, ...]
+    memory: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the content."""
+        return int(self.start[-1] + self.num_bytes[-1]) if len(self) else 0
+
+    def between(self, first: int, last: int) -> Encoding:
+        """The chunks that hold something of the content from ``first`` to ``last``; positions stay as they are."""
+        low = int(np.searchsorted(self.start + self.num_bytes, first, "right"))
+        high = int(np.searchsorted(self.start, last, "left"))
+        part = slice(low, max(low, high))
+        memory, offset, held = b"", self.offset[part].copy(), self.held[part]
+        for at in np.flatnonzero(held).tolist():
+            begin = int(offset[at])
+            offset[at] = len(memory)
+            memory += self.memory[begin : begin + int(self.num_stored[part][at])]
+        return Encoding(
+            self.start[part], self.num_bytes[part], offset, self.num_stored[part], self.codec[part], held, self.codecs,
+            memory,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class EncodingBuilder:
+    """Collects the chunks of one file."""
+
+    _columns: tuple[array[int], ...] = field(default_factory=lambda: tuple(array("q") for _ in range(6)))
+    _codecs: dict[str, int] = field(default_factory=dict)
+    _memory: list[bytes] = field(default_factory=list)
+    _num_held: int = 0
+    _stop: int = 0
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    def add(self, num_bytes: int, codec: str, offset: int, num_stored: int) -> int:
+        """A chunk of ``num_bytes`` that is stored in the file; its position in the content."""
+        return self._add(num_bytes, codec, offset, num_stored, False)
+
+    def hold(self, num_bytes: int, codec: str, stored: bytes) -> int:
+        """A chunk of ``num_bytes`` whose stored bytes are kept here; its position in the content."""
+        offset = self._num_held
+        self._memory.append(stored)
+        self._num_held += len(stored)
+        return self._add(num_bytes, codec, offset, len(stored), True)
+
+    def _add(self, num_bytes: int, codec: str, offset: int, num_stored: int, held: bool) -> int:
+        start = -(-self._stop // _ALIGNED) * _ALIGNED
+        self._stop = start + num_bytes
+        number = self._codecs.setdefault(codec, len(self._codecs))
+        row: Sequence[int] = (start, num_bytes, offset, num_stored, number, held)
+        for column, value in zip(self._columns, row, strict=True):
+            column.append(value)
+        return start
+
+    def build(self) -> Encoding:
+        """The finished table."""
+        start, num_bytes, offset, num_stored, codec, held = (np.array(column, np.int64) for column in self._columns)
+        return Encoding(
+            start, num_bytes, offset, num_stored, codec.astype(np.int8), held.astype(bool), tuple(self._codecs),
+            b"".join(self._memory),
+        )  # fmt: skip
