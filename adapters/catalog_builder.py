@@ -56,6 +56,10 @@ class CatalogBuilder:
         """The number of a file added before."""
         return self._file_ids[name]
 
+    def file_at(self, number: int) -> File:
+        """A file added before."""
+        return self._files[number]
+
     def encode(self, number: int, encoding: Encoding) -> None:
         """How the content of a file added before is stored."""
         self._files[number] = replace(self._files[number], encoding=encoding)

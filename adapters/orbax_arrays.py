@@ -16,7 +16,7 @@ from auditor.containers.damage import DamagedError, UnsupportedError
 from auditor.containers.json_document import parse_json
 from auditor.containers.zarr_array import Position, ZarrArray, node_of
 from auditor.model.catalog import FileState
-from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, join, read_bytes
+from auditor.storage.store import Entry, Handle, ObjectMissingError, StorageError, Store, join, read_bytes
 
 V3_DOCUMENT = "zarr.json"
 DOCUMENTS = (zarr_v2.DOCUMENT, V3_DOCUMENT)
@@ -206,6 +206,10 @@ def _owner(key: str, arrays: Mapping[str, StoredArray]) -> str | None:
     return None
 
 
+def _beginning(handle: Handle) -> bytes:
+    return read_bytes(handle, 0, min(handle.entry.num_bytes, MAX_DOCUMENT_BYTES))
+
+
 class FileArrays:
     """Reads the arrays of an item in which every array is a folder."""
 
@@ -235,8 +239,7 @@ class FileArrays:
                     self._add(Folder.read(self.store, entry.name), inner)
             return
         opened = Opened[ZarrArray].open(
-            self.store, folder, document,
-            lambda handle: document_of(document, read_bytes(handle, 0, min(handle.entry.num_bytes, MAX_DOCUMENT_BYTES))),
+            self.store, folder, document, lambda handle: document_of(document, _beginning(handle)),
         )  # fmt: skip
         path = join(folder.path, document)
         if opened.content is None:

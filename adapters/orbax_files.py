@@ -19,6 +19,10 @@ from auditor.storage.store import Store
 STEP_METADATA, TREE, SHARDING, WRITTEN = "_CHECKPOINT_METADATA", "_METADATA", "_sharding", "array_metadatas"
 MARKER, V1_MARKER, STRINGS, LEGACY = "commit_success.txt", "orbax.checkpoint", "_strings.json", "checkpoint"
 TEMPORARY = ".orbax-checkpoint-tmp"
+KNOWN = frozenset(
+    {STEP_METADATA, TREE, SHARDING, MARKER, V1_MARKER, STRINGS, LEGACY, MANIFEST, "descriptor", "metadata"}
+)
+"""Files that loaders look for."""
 _STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,15})", re.A | re.S)
 _LOOKED_INTO = 16
 """Folders of an item that are opened to see whether they are arrays."""
@@ -31,6 +35,11 @@ class Item:
     name: str
     """Without what marks it as unfinished; empty for a checkpoint that is one item."""
     folder: Folder
+
+
+def is_lock(name: str) -> bool:
+    """Whether a file is what TensorStore writes to before it gives it its name, or locks it by."""
+    return name.endswith(".__lock")
 
 
 def without_mark(name: str) -> str:

@@ -28,7 +28,7 @@ _EMPTY = frozenset({"None", "Dict", "List", "Tuple", "NamedTuple", "Empty"})
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class TreeLeaf:
     """One leaf of the tree."""
 
     path: tuple[str, ...]
@@ -47,7 +47,7 @@ class Leaf:
 class Tree:
     """``_METADATA``."""
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[TreeLeaf, ...]
     use_ocdbt: bool | None = None
     """None where it does not say."""
     use_zarr3: bool | None = None
@@ -77,7 +77,8 @@ class Written:
 class Shardings:
     """``_sharding``."""
 
-    by_name: Mapping[str, Sharding] = field(default_factory=dict)
+    by_name: Mapping[str, Sharding | None] = field(default_factory=dict)
+    """None for an array that one device held whole."""
 
 
 def read_tree(handle: Handle) -> Tree:
@@ -96,7 +97,7 @@ def read_tree(handle: Handle) -> Tree:
     return Tree(tuple(_leaf(row) for row in rows.values()), ocdbt, zarr3)
 
 
-def _leaf(row: Any) -> Leaf:
+def _leaf(row: Any) -> TreeLeaf:
     keys, value = (
         (row.get(key) for key in ("key_metadata", "value_metadata")) if isinstance(row, dict) else (None, None)
     )
@@ -106,11 +107,11 @@ def _leaf(row: Any) -> Leaf:
     kind = value.get("value_type")
     name = kind if isinstance(kind, str) else ""
     empty = value.get("skip_deserialize") is True and name in _EMPTY
-    return Leaf(path, name, not empty and name != "string")
+    return TreeLeaf(path, name, not empty and name != "string")
 
 
 def read_shardings(handle: Handle) -> Shardings:
-    """Read ``_sharding``; shardings of other kinds than named ones are left out.
+    """Read ``_sharding``; shardings that say nothing of a mesh are left out.
 
     Raises:
         DamagedError: it is no such document.
@@ -119,15 +120,17 @@ def read_shardings(handle: Handle) -> Shardings:
     document = read_json(handle)
     if not isinstance(document, dict):
         raise DamagedError("it is no dictionary")
-    found: dict[str, Sharding] = {}
-    texts: dict[str, Sharding | None] = {}
+    found: dict[str, Sharding | None] = {}
+    parsed: dict[str, tuple[Sharding | None, bool]] = {}
     for key, text in document.items():
         if not isinstance(text, str):
             continue
-        if text not in texts:
-            texts[text] = _sharding(parse_json(text.encode("utf-8", "replace")))
-        sharding = texts[text]
-        if sharding is not None:
+        if text not in parsed:
+            said = parse_json(text.encode("utf-8", "replace"))
+            kind = said.get("sharding_type") if isinstance(said, dict) else None
+            parsed[text] = _sharding(said), kind == "SingleDeviceSharding"
+        sharding, single = parsed[text]
+        if sharding is not None or single:
             found[_decoded(key)] = sharding
     return Shardings(found)
 
@@ -183,3 +186,16 @@ def _written(rows: list[Any]) -> Iterator[tuple[str, Written]]:
             extra = said.get("ext_metadata")
             kind = extra.get("random_key_impl") if isinstance(extra, dict) else None
             yield said["param_name"], Written(counts(said.get("write_shape")), kind if isinstance(kind, str) else "")
+
+
+def read_step_metadata(handle: Handle) -> bool:
+    """Read ``_CHECKPOINT_METADATA``: whether it says when the step was committed.
+
+    Raises:
+        DamagedError: it is no such document.
+        StorageError: storage failed.
+    """
+    document = read_json(handle)
+    if not isinstance(document, dict):
+        raise DamagedError("it is no dictionary")
+    return document.get("commit_timestamp_nsecs") is not None

@@ -1,9 +1,9 @@
 """Which replica wrote which stripe: Orbax by default lets each of R replicas write one part in R of every shard.
 
-The first dim of the shard that R divides is cut into R stripes; replica r writes the r-th. Where there is none, or where
-it was switched off, replica 0 writes the whole shard. Replicas are numbered in the mesh's order over the axes that the
-partition spec does not name. Sources: orbax-checkpoint ``_src/arrays/fragments.py``, ``use_replica_parallel``; jax
-``NamedSharding.devices_indices_map``; measured on a mesh whose replicas had drifted.
+The first dim of the shard that R divides is cut into R stripes; replica r writes the r-th. R may be limited to fewer
+than there are. Where there is no such dim, or where it was switched off, replica 0 writes the whole shard. Replicas
+are numbered in the mesh's order over the axes that the partition spec does not name. Sources: orbax-checkpoint
+``_src/serialization/replica_slices.py``; measured on a mesh whose replicas had drifted.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ class Mosaic:
     shard_shape: tuple[int, ...]
     stripe_dim: int = -1
     """The dim of the shard that is cut into stripes; -1: replica 0 wrote all of it."""
+    num_stripes: int = 1
+    """Into which a shard is cut."""
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -50,8 +52,7 @@ class Mosaic:
         if self.stripe_dim < 0:
             return 0
         extent = self.shard_shape[self.stripe_dim]
-        num_replicas = math.prod(dict(self.sharding.axes)[axis] for axis in self.replicated)
-        return start[self.stripe_dim] % extent // (extent // num_replicas)
+        return start[self.stripe_dim] % extent // (extent // self.num_stripes)
 
 
 def _unravelled(number: int, axes: Sequence[str], degrees: dict[str, int]) -> dict[str, int]:
@@ -82,11 +83,13 @@ def mosaic(
     stripe = written if written is not None and len(written) == len(shape) else chunk_shape
     if num_replicas == 1 or stripe == shard:
         return whole if _fits(chunk_shape, shard) else None
-    dim = next((at for at, extent in enumerate(shard) if extent % num_replicas == 0), -1)
-    wanted = tuple(extent // num_replicas if at == dim else extent for at, extent in enumerate(shard))
-    if dim < 0 or stripe != wanted or not _fits(chunk_shape, wanted):
+    cut = [at for at, (extent, part) in enumerate(zip(shard, stripe, strict=True)) if part != extent]
+    if len(cut) != 1 or not 0 < stripe[cut[0]] < shard[cut[0]]:
         return None
-    return Mosaic(sharding, shard, dim)
+    num_stripes = shard[cut[0]] // stripe[cut[0]]
+    first = next((at for at, extent in enumerate(shard) if extent % num_stripes == 0), -1)
+    fits = first == cut[0] and num_stripes * stripe[first] == shard[first] and num_stripes <= num_replicas
+    return Mosaic(sharding, shard, first, num_stripes) if fits and _fits(chunk_shape, stripe) else None
 
 
 def _fits(chunk_shape: Sequence[int], stripe: Sequence[int]) -> bool:

@@ -5,7 +5,7 @@
     steps/<n>/replicas/<tp=1>/<role>/<name>/…        its other replicas
     steps/<n>/catalog/zarr.json                      optional: what must be there, scalars, problems, groups, ties
 
-A missing chunk is a missing file, never a fill value; an array that is compressed can't be read and says so.
+A missing chunk is a missing file, never a fill value; an array whose codecs aren't read says so.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from auditor.containers.zarr_array import ZarrArray
 from auditor.containers.zarr_names import escape, unescape
 from auditor.model.catalog import Catalog, File, FileState, Problem, ProblemKind, Role, Scalar, c_strides
 from auditor.model.dtype import UINT8, DType
+from auditor.model.encoding import one_chunk
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh, coordinates_along
 from auditor.model.region import whole
 from auditor.storage.store import Store, join
@@ -277,10 +278,13 @@ class ZarrTreeReading:
         key = stored.path
         strides, length = c_strides(array.chunk_shape), array.chunk_bytes(dtype)
         for position, entry in sorted(stored.chunks.items()):
-            fits = entry.num_bytes == length
+            fits = entry.num_bytes == length or bool(array.codec)
             detail = "" if fits else f"it has {entry.num_bytes} bytes, a chunk of its array has {length}"
             state = FileState.PRESENT if fits else FileState.DAMAGED
-            file = self.builder.file(File(entry.name, entry.num_bytes, entry.identity, state, place, detail, "zarr"))
+            encoding = one_chunk(length, array.codec, entry.num_bytes) if array.codec else None
+            file = self.builder.file(
+                File(entry.name, entry.num_bytes, entry.identity, state, place, detail, "zarr", encoding=encoding)
+            )
             self.builder.piece(number, file, 0, array.box(position), place, key=key, strides=strides)
         if len(stored.chunks) == array.num_chunks:
             return

@@ -8,12 +8,12 @@ views of one storage. The root is the stem of the path that was saved to, so a r
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
+from auditor.containers.elements import number_of
 from auditor.containers.pickle_machine import (
     LIMITS,
     Builder,
@@ -296,20 +296,9 @@ def _ordered_dict(arguments: tuple[Any, ...]) -> dict[Any, Any]:
     return dict(zip(KeyGuard().keys(key for key, _ in pairs), (value for _, value in pairs), strict=True))
 
 
-_NUMBERS = {
-    "float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i", "int16": "<h", "int8": "<b",
-    "uint8": "<B", "uint16": "<H", "uint32": "<I", "uint64": "<Q",
-}  # fmt: skip
-
-
 def read_number(handle: Handle, tensor: StoredTensor) -> float | None:
     """The value of a one-element tensor: a counter kept as a tensor is metadata, not weights. None: not a number."""
     try:
-        raw = read_bytes(handle, tensor.offset, tensor.dtype.bits // 8)
+        return number_of(read_bytes(handle, tensor.offset, tensor.dtype.bits // 8), tensor.dtype)
     except ShortReadError:
         return None
-    if tensor.dtype.name == "bfloat16":
-        raw, layout = b"\0\0" + raw, "<f"
-    else:
-        layout = _NUMBERS.get(tensor.dtype.name, "")
-    return float(struct.unpack(layout, raw)[0]) if layout else None

@@ -297,6 +297,8 @@ class Catalog:
     """Why it isn't known whether files are there that belong to these; empty where it is."""
     masters_alone: bool = False
     """Whether a parameter may be stored as its fp32 master alone, as ZeRO stage 3 does."""
+    unfinished: str = ""
+    """What says that the step's writer did not finish it, in formats that mark this; empty where nothing does."""
     ranks_counted: bool = False
     """Whether the mesh has as many ranks as there are files of: nothing records how many there should be."""
 

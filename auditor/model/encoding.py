@@ -103,3 +103,10 @@ class EncodingBuilder:
             start, num_bytes, offset, num_stored, codec.astype(np.int8), held.astype(bool), tuple(self._codecs),
             b"".join(self._memory),
         )  # fmt: skip
+
+
+def one_chunk(num_bytes: int, codec: str, num_stored: int) -> Encoding:
+    """The encoding of a file that is one chunk of ``num_bytes`` as a whole."""
+    builder = EncodingBuilder()
+    builder.add(num_bytes, codec, 0, num_stored)
+    return builder.build()

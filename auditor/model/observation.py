@@ -25,6 +25,8 @@ class Read(enum.IntEnum):
     """The bytes are not there: the file is missing, damaged or too short. Damage of the checkpoint."""
     FAILED = 3
     """Storage did not give the bytes (permission, repeated transient errors). Says nothing of the checkpoint."""
+    BROKEN = 4
+    """The bytes are there but can't be decoded. Damage of the checkpoint."""
 
 
 OBSERVED = np.dtype([
@@ -81,6 +83,8 @@ class Observations:
     """Rows of :data:`OBSERVED`, parallel to the Catalog's pieces."""
     failures: Mapping[int, str] = field(default_factory=dict)
     """File number to what storage said, for pieces that are ``LOST`` or ``FAILED``."""
+    broken: Mapping[int, str] = field(default_factory=dict)
+    """Row to what keeps it from being decoded, for pieces that are ``BROKEN``."""
     changed: tuple[str, ...] = ()
     """Files that changed while they were read."""
     differences: Mapping[int, Sequence[Difference]] = field(default_factory=dict)

@@ -63,6 +63,7 @@ class _Gathered:
         self.pieces = empty_rows(len(catalog.pieces))
         self.tallies = empty_tallies(num_tallies)
         self.failures: dict[int, str] = {}
+        self.broken: dict[int, str] = {}
         self.changed: set[str] = set()
         self.num_bytes_read = self.num_bytes_reread = 0
         self.number = {file.name: number for number, file in enumerate(catalog.files)}
@@ -89,6 +90,7 @@ class _Gathered:
             self.add_tally(self.tallies[at], tally)
         for name, text in result.failures.items():
             self.failures.setdefault(self.number[name], text)
+        self.broken |= {int(rows[row]): text for row, text in result.broken.items()}
         self.changed |= result.changed
         self.num_bytes_read += result.num_bytes_read
         self.num_bytes_reread += result.num_bytes_reread
@@ -105,6 +107,8 @@ class _Gathered:
         """The finished record."""
         for row, source in work.copies:
             self.pieces[row] = self.pieces[source]
+            if source in self.broken:
+                self.broken[row] = self.broken[source]
         unread = self.pieces["read"] != Read.DONE
         self.pieces["minimum"][unread] = self.pieces["maximum"][unread] = 0.0
         pairs: dict[Pairing, list[PairResult]] = {}
@@ -118,6 +122,6 @@ class _Gathered:
                 )
             )  # fmt: skip
         return Observations(
-            self.pieces, self.failures, tuple(sorted(self.changed)), pairs=pairs, num_bytes_read=self.num_bytes_read,
-            num_bytes_reread=self.num_bytes_reread,
+            self.pieces, self.failures, self.broken, tuple(sorted(self.changed)), pairs=pairs,
+            num_bytes_read=self.num_bytes_read, num_bytes_reread=self.num_bytes_reread,
         )  # fmt: skip

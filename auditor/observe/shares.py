@@ -74,7 +74,7 @@ class Share:
             kept.append({
                 "unit": at, "num_rows": len(result.observed), "num_tallies": len(result.tallies),
                 "num_bytes_read": result.num_bytes_read, "num_bytes_reread": result.num_bytes_reread,
-                "failures": result.failures, "changed": sorted(result.changed),
+                "failures": result.failures, "broken": [*result.broken.items()], "changed": sorted(result.changed),
             })  # fmt: skip
             self.arrays += [result.observed.tobytes(), result.tallies.tobytes()]
             yield result
@@ -183,7 +183,8 @@ class _Cursor:
 def _result(unit: Mapping[str, Any], cursor: _Cursor) -> UnitResult:
     return UnitResult(
         cursor.rows(OBSERVED, int(unit["num_rows"])), cursor.rows(TALLY, int(unit["num_tallies"])),
-        int(unit["num_bytes_read"]), int(unit["num_bytes_reread"]), dict(unit["failures"]), set(unit["changed"]),
+        int(unit["num_bytes_read"]), int(unit["num_bytes_reread"]), dict(unit["failures"]),
+        {int(row): str(text) for row, text in unit["broken"]}, set(unit["changed"]),
     )  # fmt: skip
 
 

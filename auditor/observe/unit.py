@@ -69,6 +69,8 @@ class UnitResult:
     """Read for a comparison alone; their pieces are measured elsewhere."""
     failures: dict[str, str] = field(default_factory=dict)
     """File name to what storage said."""
+    broken: dict[int, str] = field(default_factory=dict)
+    """Row to what keeps it from being decoded."""
     changed: set[str] = field(default_factory=set)
 
 
@@ -133,10 +135,15 @@ class _Doing:
 
     def failed(self, rows: Sequence[int] | NDArray[np.int64], number: int, error: StorageError) -> None:
         """Note that ``rows`` could not be read from file ``number``."""
-        state = Read.LOST if isinstance(error, (*_DAMAGED, ObjectMissingError)) else Read.FAILED
+        gone = isinstance(error, (ShortReadError, ObjectMissingError))
+        state = Read.LOST if gone else Read.FAILED
+        if isinstance(error, UndecodableError):
+            state = Read.BROKEN
+            self.result.broken |= dict.fromkeys(map(int, rows), str(error))
+        else:
+            self.result.failures.setdefault(self.unit.files[number].name, str(error))
         read = self.result.observed["read"]
         read[rows] = np.maximum(read[rows], int(state))
-        self.result.failures.setdefault(self.unit.files[number].name, str(error))
         if isinstance(error, ObjectChangedError):
             self.result.changed.add(self.unit.files[number].name)
 

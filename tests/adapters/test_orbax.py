@@ -50,6 +50,6 @@ def audited(root, **settings):
 
 def test_a_healthy_run_of_the_checkpoint_manager_holds():
     run = audited(MANAGER)
-    assert [step.step for step in run.steps] == [1, 2, 3]
+    assert [step.state.step for step in run.steps] == [1, 2, 3]
     assert not run.findings
     assert run.last_good.step == 3
