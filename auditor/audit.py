@@ -15,6 +15,7 @@ from datetime import UTC, date, datetime
 from functools import partial
 
 from auditor.adapters.adapter import TreeAdapter
+from auditor.containers.ahead import read_ahead
 from auditor.discovery import RunSource, StepSource, discover
 from auditor.errors import NothingToAuditError, UsageError
 from auditor.invariants.invariant import Invariant, Needs
@@ -36,7 +37,7 @@ from auditor.observe.shares import Everything, Joined, Runner, Share
 from auditor.reports import REACHED, Coverage, Report, RunReport, StepReport
 from auditor.settings import DEFAULTS, Level, Settings
 from auditor.storage.retrying import RetryingStore
-from auditor.storage.store import Entry, StorageError, Store
+from auditor.storage.store import Entry, StorageError, Store, num_readers
 from auditor.storage.throttled import ThrottledStore
 from auditor.storage.union import UnionStore
 from auditor.storage.writer import FolderWriter
@@ -131,7 +132,8 @@ def _means(store: Store, settings: Settings, executor: Executor | None) -> Itera
     if executor:
         yield readable, executor
         return
-    with executor_of(settings.threads or min(8, os.cpu_count() or 1), settings.scheduler) as workers:
+    threads = settings.threads or num_readers(readable) or min(8, os.cpu_count() or 1)
+    with executor_of(threads, settings.scheduler) as workers:
         yield readable, workers
 
 
@@ -287,6 +289,8 @@ class _Audit:
     def catalogs(self, source: StepSource, level: Level) -> tuple[Catalog, Catalog]:
         """All that a step stores, and of it the tensors that were chosen."""
         options = replace(self.settings.options, names_only=level is Level.NAMES)
+        if level > Level.NAMES:
+            read_ahead(self.store, self.files_of(source))
         full = source.adapter.read(self.store, source.folder, source.match, options)
         return full, full.only(self.settings.wants_tensor) if self.settings.tensors else full
 

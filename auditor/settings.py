@@ -78,7 +78,7 @@ class Settings:
     strict_buffers: bool = False
     settle_seconds: float = 600.0
     threads: int = 0
-    """0: as many as the machine has processors, at most 8."""
+    """0: as many as the machine has processors, at most 8; 16 over object stores."""
     options: Options = field(default_factory=Options)
     waivers: tuple[Waiver, ...] = ()
     baseline: Known = frozenset()

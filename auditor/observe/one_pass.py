@@ -18,7 +18,7 @@ from auditor.observe.kernels import empty_rows, empty_tallies
 from auditor.observe.plan import Plan, plan
 from auditor.observe.shares import Runner
 from auditor.observe.unit import UnitResult, Worker
-from auditor.storage.store import Store
+from auditor.storage.store import Store, num_readers
 
 _UNREAD = {state: Read.FAILED if state in WITHHELD else Read.LOST for state in FileState}
 _UNREAD[FileState.PRESENT] = Read.NOT_ASKED
@@ -46,7 +46,7 @@ def observe(
     ``progress`` is told the bytes of every unit that is done; ``kernels`` is a name that ``kernel_choice.choose``
     takes. Failures of storage are in the result, not raised.
     """
-    work = plan(catalog, rows, pairings)
+    work = plan(catalog, rows, pairings, slow=num_readers(store) > 1)
     worker = Worker(store, kernels)
     gathered = _Gathered(catalog, rows, len(work.tallies))
     for unit, result in zip(work.units, runner.run(catalog.path, worker, work.units), strict=True):

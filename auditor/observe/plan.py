@@ -22,6 +22,8 @@ from auditor.observe.placing import Cell, Part, Side, cell_of, flat_starts, part
 
 UNIT_BYTES = 64 << 20
 """About how much one unit of work reads: enough to hide its overhead, few enough to keep workers busy."""
+SLOW_UNIT_BYTES = 8 << 20
+"""The same where storage takes long to answer: many are wanted at once, also of a small step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,9 @@ class Plan:
     """Rows that are the same bytes as another, seen alike: (row, row that is measured)."""
 
 
-def plan(catalog: Catalog, rows: NDArray[np.int64], pairings: Sequence[Pairing] = ()) -> Plan:
-    """Units that measure ``rows`` and compare the ``pairings``."""
+def plan(catalog: Catalog, rows: NDArray[np.int64], pairings: Sequence[Pairing] = (), *, slow: bool = False) -> Plan:
+    """Units that measure ``rows`` and compare the ``pairings``. ``slow``: for storage that takes long to answer."""
+    unit_bytes = min(UNIT_BYTES, SLOW_UNIT_BYTES) if slow else UNIT_BYTES
     present = np.array([file.state is FileState.PRESENT for file in catalog.files] or [False])
     rows = rows[present[catalog.pieces.file[rows]]]
     found = lineups(catalog, pairings, rows)
@@ -88,7 +91,9 @@ def plan(catalog: Catalog, rows: NDArray[np.int64], pairings: Sequence[Pairing] 
     dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in catalog.tensors))
     table, copies = _table(catalog, dtypes, rows[whole], starts[whole])
     cells = [*found.cells, *_cells(catalog, rows[~whole])]
-    units = [*_table_units(catalog, dtypes, table), *_cell_units(catalog, cells, found.lineups)]
+    units = [
+        *_table_units(catalog, dtypes, table, unit_bytes), *_cell_units(catalog, cells, found.lineups, unit_bytes),
+    ]  # fmt: skip
     return Plan(tuple(units), tuple(found.lineups), copies)
 
 
@@ -119,14 +124,14 @@ def _without_copies(table: Table, files: NDArray[np.int32]) -> tuple[Table, tupl
     return table.take(np.flatnonzero(~same)), tuple(copies)
 
 
-def _table_units(catalog: Catalog, dtypes: tuple[DType, ...], table: Table) -> Iterator[Unit]:
-    """The table cut by file and at about :data:`UNIT_BYTES`; longer stretches are cut as well."""
+def _table_units(catalog: Catalog, dtypes: tuple[DType, ...], table: Table, unit_bytes: int) -> Iterator[Unit]:
+    """The table cut by file and at about ``unit_bytes``; longer stretches are cut as well."""
     widths = np.array([np.dtype(dtype.carrier).itemsize for dtype in dtypes] or [1], np.int64)
     encoded = np.array([file.encoding is not None for file in catalog.files] or [False])
-    table = _cut(table, widths, encoded[catalog.pieces.file[table.row]])
+    table = _cut(table, widths, unit_bytes, encoded[catalog.pieces.file[table.row]])
     sizes = table.length * widths[table.dtype]
     files = catalog.pieces.file[table.row]
-    filled = (np.cumsum(sizes) - sizes) // UNIT_BYTES
+    filled = (np.cumsum(sizes) - sizes) // unit_bytes
     borders = np.flatnonzero((np.diff(files) != 0) | (np.diff(filled) != 0)) + 1
     for low, high in zip([0, *borders.tolist()], [*borders.tolist(), len(table)], strict=True):
         if low < high:
@@ -143,9 +148,9 @@ def _with_chunks(file: File, first: int, last: int) -> File:
     return file if file.encoding is None else replace(file, encoding=file.encoding.between(first, last))
 
 
-def _cut(table: Table, widths: NDArray[np.int64], encoded: NDArray[np.bool_]) -> Table:
-    """Stretches of at most :data:`UNIT_BYTES`; those stay whole that can only be decoded from their beginning."""
-    limit = UNIT_BYTES // widths[table.dtype]
+def _cut(table: Table, widths: NDArray[np.int64], unit_bytes: int, encoded: NDArray[np.bool_]) -> Table:
+    """Stretches of at most ``unit_bytes``; those stay whole that can only be decoded from their beginning."""
+    limit = unit_bytes // widths[table.dtype]
     counts = np.where(encoded, 1, np.maximum(1, -(-table.length // limit)))
     if (counts == 1).all():
         return table
@@ -170,13 +175,13 @@ def _cells(catalog: Catalog, rows: NDArray[np.int64]) -> Iterator[Cell]:
                 yield cell_of(tensor, box, (piece,), (tensor.dtype,))
 
 
-def _cell_units(catalog: Catalog, cells: Iterable[Cell], lineups: Sequence[Lineup]) -> Iterator[Unit]:
+def _cell_units(catalog: Catalog, cells: Iterable[Cell], lineups: Sequence[Lineup], unit_bytes: int) -> Iterator[Unit]:
     """Cells in the given order, joined while they lie in the same files and cut where they are large."""
     held: list[Cell] = []
     num_bytes = 0
-    for cell in _small(catalog, cells):
+    for cell in _small(catalog, cells, unit_bytes):
         same = held and [side.file for side in held[-1].sides] == [side.file for side in cell.sides]
-        if held and (not same or num_bytes + cell.num_bytes > UNIT_BYTES):
+        if held and (not same or num_bytes + cell.num_bytes > unit_bytes):
             yield _unit(catalog, held, lineups, num_bytes)
             held, num_bytes = [], 0
         held.append(cell)
@@ -185,12 +190,12 @@ def _cell_units(catalog: Catalog, cells: Iterable[Cell], lineups: Sequence[Lineu
         yield _unit(catalog, held, lineups, num_bytes)
 
 
-def _small(catalog: Catalog, cells: Iterable[Cell]) -> Iterator[Cell]:
+def _small(catalog: Catalog, cells: Iterable[Cell], unit_bytes: int) -> Iterator[Cell]:
     for cell in cells:
-        if cell.num_bytes <= UNIT_BYTES or any(catalog.files[side.file].encoding is not None for side in cell.sides):
+        if cell.num_bytes <= unit_bytes or any(catalog.files[side.file].encoding is not None for side in cell.sides):
             yield cell
             continue
-        for part in parts(cell, UNIT_BYTES // (2 * len(cell.sides))):
+        for part in parts(cell, unit_bytes // (2 * len(cell.sides))):
             sides = tuple(replace(side, offset=part.extent(side)[0]) for side in cell.sides)
             yield replace(cell, shape=part.shape, base=int(part.starts()[0]), sides=sides)
 

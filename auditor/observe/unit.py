@@ -36,6 +36,7 @@ from auditor.storage.store import (
     UndecodableError,
     changed_since,
     descriptor_of,
+    reads_one_version,
 )
 from auditor.storage.strided import view
 
@@ -130,6 +131,8 @@ class _Doing:
     def look_again(self, number: int) -> None:
         """Whether a file is another one after it was read."""
         file = self.unit.files[number]
+        if reads_one_version(self.handles[number]):
+            return
         if changed_since(self.store, file.name, Entry(file.name, False, 0, file.identity)):
             self.result.changed.add(file.name)
 

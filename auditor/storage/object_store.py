@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
@@ -17,6 +17,7 @@ from obstore import exceptions
 
 from auditor.storage.object_clients import Place, client_of
 from auditor.storage.object_errors import explained
+from auditor.storage.small_ranges import SmallRanges
 from auditor.storage.store import (
     Entry,
     ObjectMissingError,
@@ -30,25 +31,27 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-START_BYTES = 64 << 10
-"""How much an opening brings along, and how much a small read does: headers are read in many small parts, and each
-would cost a round trip."""
+START_BYTES = 16 << 10
+"""How much an opening brings along, and how much a small read at an object's beginning or end does: headers are read in
+many small parts, and each would cost a round trip."""
+SMALL_BYTES = 1 << 10
+"""How much a small read elsewhere brings along."""
+NUM_READERS = 32
+"""Requests under way that keep a service busy which takes 20 ms to answer."""
 MAX_KNOWN = 50_000
 """Objects whose version is remembered from their listing, so that opening them costs no request."""
-MAX_SMALL_BYTES = 32 << 20
-"""Of small objects the content is kept as well: they are opened for their headers, and again for their weights."""
 
 
 class ObjectStore:
     """The objects under one prefix of a bucket. ``/`` in their keys makes folders."""
 
+    num_readers = NUM_READERS
+
     def __init__(self, place: Place) -> None:
         self.place = place
         self._client = client_of(place)
         self._known: dict[str, Entry] = {}
-        self._small: dict[str, tuple[str, bytes]] = {}
-        """Name to identity and content."""
-        self._small_bytes = 0
+        self.small = SmallRanges()
         self._bucket_seen = False
 
     def __reduce__(self) -> tuple[type[ObjectStore], tuple[Place]]:
@@ -132,9 +135,9 @@ class ObjectStore:
     def open(self, name: str) -> Iterator[ObjectHandle]:
         """Open an object; of one that was listed and is large nothing is asked yet."""
         known = self._known.get(name)
-        identity, content = self._small.get(name, ("", b""))
-        if known is not None and (known.num_bytes > START_BYTES or known.identity == identity):
-            yield ObjectHandle(self, known, (0, content))
+        # A small one may have been written anew since it was listed, as pointers are: it is read as it is now.
+        if known and (known.num_bytes > START_BYTES or self.small.find(name, known.identity, 0, known.num_bytes)):
+            yield ObjectHandle(self, known)
         else:
             yield self._opened(name)
 
@@ -149,15 +152,8 @@ class ObjectStore:
         entry = self._remembered(found.meta, name)
         if len(start) != min(entry.num_bytes, START_BYTES):
             raise TransientReadError(f"{name}: {len(start)} bytes came, {START_BYTES} of {entry.num_bytes} wanted")
-        if entry.num_bytes <= START_BYTES:
-            self._keep(entry, start)
-        return ObjectHandle(self, entry, (0, start))
-
-    def _keep(self, entry: Entry, content: bytes) -> None:
-        if self._small_bytes > MAX_SMALL_BYTES:
-            self._small, self._small_bytes = {}, 0
-        self._small[entry.name] = entry.identity, content
-        self._small_bytes += len(content)
+        self.small.add(name, entry.identity, 0, start)
+        return ObjectHandle(self, entry)
 
     def fetch(self, entry: Entry, offset: int, num_bytes: int) -> memoryview:
         """One range of one version of an object.
@@ -210,19 +206,35 @@ class ObjectHandle:
 
     store: ObjectStore
     entry: Entry
-    held: tuple[int, bytes | memoryview] = field(default=(0, b""))
-    """The last small range that was read, with what came along, and where it begins."""
+
+    @property
+    def one_version(self) -> bool:
+        """Whether every range is asked for by its version."""
+        return bool(_tag(self.entry.identity))
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer``; a small read brings along what follows it, or what lies before the end."""
-        wanted, size = len(buffer), self.entry.num_bytes
-        if offset + wanted > size:
-            raise ShortReadError(f"{self.entry.name}: ends at byte {size}, {offset + wanted} wanted")
-        at, content = self.held
-        if not at <= offset <= offset + wanted <= at + len(content):
-            at = min(offset, max(0, size - START_BYTES)) if wanted < START_BYTES else offset
-            length = max(offset + wanted, min(size, at + START_BYTES)) - at
-            content = self.store.fetch(self.entry, at, length)
-            if length <= START_BYTES:
-                self.held = at, content
-        buffer[:] = content[offset - at : offset - at + wanted]
+        """Fill ``buffer``; a small read brings along what lies around it."""
+        wanted, entry = len(buffer), self.entry
+        if offset + wanted > entry.num_bytes:
+            raise ShortReadError(f"{entry.name}: ends at byte {entry.num_bytes}, {offset + wanted} wanted")
+        if not wanted:
+            return
+        if wanted > START_BYTES:
+            buffer[:] = self.store.fetch(entry, offset, wanted)
+            return
+        found = self.store.small.find(entry.name, entry.identity, offset, offset + wanted)
+        if found is None:
+            start, stop = _around(offset, offset + wanted, entry.num_bytes)
+            content = self.store.fetch(entry, start, stop - start)
+            self.store.small.add(entry.name, entry.identity, start, content)
+            found = content[offset - start : offset - start + wanted]
+        buffer[:] = found
+
+
+def _around(start: int, stop: int, size: int) -> tuple[int, int]:
+    """What is asked for instead of ``[start, stop)`` of an object of ``size`` bytes."""
+    if stop <= START_BYTES:
+        return 0, min(size, START_BYTES)
+    if start >= size - START_BYTES:
+        return size - START_BYTES, size
+    return start, min(size, max(stop, start + SMALL_BYTES))

@@ -75,6 +75,11 @@ class Handle(Protocol):
         """
 
 
+def reads_one_version(handle: Handle | StorageError | None) -> bool:
+    """Whether storage itself refuses ranges of any other version than the opened one."""
+    return bool(getattr(handle, "one_version", False))
+
+
 @dataclass(frozen=True, slots=True)
 class WrappedHandle:
     """An open object whose ranges are read in another way: again, slower, through faults."""
@@ -88,6 +93,11 @@ class WrappedHandle:
     def entry(self) -> Entry:
         """As the wrapped handle."""
         return self.inner.entry
+
+    @property
+    def one_version(self) -> bool:
+        """As the wrapped handle."""
+        return reads_one_version(self.inner)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``; errors as the wrapped handle's, and what the other way adds."""
@@ -126,6 +136,12 @@ def descriptor_of(handle: Handle) -> int | None:
     """
     found = getattr(handle, "descriptor", None)
     return found if isinstance(found, int) else None
+
+
+def num_readers(store: Store) -> int:
+    """How many reads at once it takes to keep the store busy; 0 where it does not say, and processors are the limit."""
+    roots = getattr(store, "roots", ()) or (getattr(store, "inner", None),)
+    return max(getattr(store, "num_readers", 0), *(num_readers(root) for root in roots if root is not None), 0)
 
 
 def join(folder: str, name: str) -> str:
