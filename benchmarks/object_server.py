@@ -1,7 +1,7 @@
 """An S3-compatible server of one folder, read-only, as fast as Python can be: it leaves the copying to the kernel.
 
-``GET`` (ranges, ``If-Match``), ``HEAD`` and ``ListObjectsV2``; every request waits ``--latency`` seconds first, as with a
-real service, and all connections together send at most ``--rate`` bytes a second. ``--keys N`` adds a bucket ``many``
+``GET`` (ranges, ``If-Match``), ``HEAD`` and ``ListObjectsV2``. Every request waits ``--latency`` seconds first, as with
+a real service, and all connections together send at most ``--rate`` bytes a second. ``--keys N`` adds a bucket ``many``
 with so many keys that are made up while they are listed. ``/stats`` tells requests by kind and bytes of bodies.
 """
 

@@ -90,10 +90,9 @@ def compare(folder: Path, options: argparse.Namespace, latency: float, rate: flo
             costs[name] = {key: after[key] - before.get(key, 0) for key in after}
         times = interleaved(acts, options.repetitions)
     best = min((name for name in acts if name.startswith("download")), key=lambda name: median(times, name))
-    print(f"\nlatency {latency * 1000:.0f} ms, {size / 2**30:.2f} GiB, medians of {options.repetitions} repetitions")
-    print(
-        f"{'':16} {'wall s':>8} {'cpu s':>8} {'GB/s':>7} {'rate / best download':>21} {'requests / GiB':>15} {'bytes':>8}"
-    )
+    limit = f"{rate / 1e6:.0f} MB/s" if rate else "no limit"
+    print(f"\nlatency {latency * 1000:.0f} ms, {limit}, {size / 2**30:.2f} GiB, medians of {options.repetitions}")
+    print(f"{'':16} {'wall s':>8} {'cpu s':>8} {'GB/s':>7} {'rate / best':>12} {'requests / GiB':>15} {'bytes':>8}")
     for name in acts:
         requests = sum(costs[name].get(kind, 0) for kind in ("get", "head", "list")) / (size / 2**30)
         share = costs[name]["bytes"] / size
