@@ -324,7 +324,11 @@ class _Audit:
             return unobserved(catalog)
         progress = partial(self.progress, path)
         kernels = choose(self.num_bytes_ahead, self.settings.kernels).name
-        return observe(self.store, catalog, asked.rows, self.runner, progress, asked.pairings, kernels)
+        # A share is measured for an audit that has the ledger.
+        sketched = bool(self.ledger or self.settings.ledger) and not self.settings.tensors
+        return observe(
+            self.store, catalog, asked.rows, self.runner, progress, asked.pairings, kernels, sketched=sketched
+        )
 
     @staticmethod
     def count(coverage: Coverage, full: Catalog, catalog: Catalog, seen: Observations) -> None:

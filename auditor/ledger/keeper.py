@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from auditor import __version__
 from auditor.containers.damage import DamagedError
-from auditor.ledger.record import Asked, Said, StepRecord, account_of, is_of, keepable, recalled
+from auditor.ledger.record import Asked, Said, StepRecord, is_of, keepable, recalled, record_of
 from auditor.ledger.tree import Ledger, RecordName
 from auditor.model.catalog import Catalog
 from auditor.model.finding import Judgement
@@ -98,18 +98,22 @@ class Keeper:
         if self.ledger.writer is None or not keepable(catalog, observations):
             return
         if known is None:
-            record = StepRecord(account_of(catalog, observations, asked, said, folder), observations.pieces)
+            record = record_of(catalog, observations, asked, said, folder)
         else:
             before = known.record.account.said
             same = (before.choices, before.tool) == (said.choices, said.tool)
             if same and said.judgements.keys() <= before.judgements.keys():
                 return
-            account = account_of(catalog, observations, asked, said, folder)
-            judgements = {**before.judgements, **account.said.judgements} if same else account.said.judgements
+            account = record_of(catalog, observations, asked, said, folder).account
+            if same:
+                merged = {**before.judgements, **account.said.judgements}
+                account = replace(account, said=replace(account.said, judgements=merged))
+            old = known.record.account
+            # What was measured then is more than what was asked for now.
             account = replace(
-                account, said=replace(account.said, judgements=judgements), measured=known.record.account.measured
+                account, measured=old.measured, num_contents=old.num_contents, num_sketches=old.num_sketches
             )
-            record = StepRecord(account, known.record.pieces)
+            record = replace(known.record, account=account)
         name = self.ledger.add(self.run, record)
         mine = self.names.setdefault(name.step, [])
         if name not in mine:

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from auditor.ledger.contents import NOTHING, Contents, contents_of
 from auditor.model.catalog import WITHHELD, Catalog, FileState, Role, Scalar
 from auditor.model.finding import Judgement
 from auditor.model.mesh import NO_MESH, Coordinate, Mesh
-from auditor.model.observation import OBSERVED, Difference, FileChecksums, Observations, Read
+from auditor.model.observation import OBSERVED, Difference, FileChecksums, Observations, Read, Sketches
 from auditor.model.pairing import Pairing, PairResult
 from auditor.model.run import StepState
 
@@ -65,6 +66,7 @@ class Measured:
     """What was measured besides the columns of the pieces. Numbers of files and tensors are the Catalog's."""
 
     failures: Mapping[int, str] = field(default_factory=dict)
+    broken: Mapping[int, str] = field(default_factory=dict)
     differences: Mapping[int, tuple[Difference, ...]] = field(default_factory=dict)
     pairs: tuple[KeptPair, ...] = ()
     checksums: Mapping[int, FileChecksums] = field(default_factory=dict)
@@ -107,6 +109,8 @@ class StepAccount:
     measured: Measured
     said: Said
     scalars: tuple[Scalar, ...] = ()
+    num_contents: int = 0
+    num_sketches: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,7 @@ class StepRecord:
     account: StepAccount
     pieces: NDArray[np.void]
     """Rows of :data:`~auditor.model.observation.OBSERVED`, parallel to the Catalog's pieces."""
+    contents: Contents = NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +138,15 @@ class Asked:
         return tuple(name for name in ("differences", "checksums") if getattr(self, name))
 
 
-def account_of(catalog: Catalog, observations: Observations, asked: Asked, said: Said, folder: str) -> StepAccount:
-    """The text of a record. ``folder``: what the step's folder is called."""
+def record_of(catalog: Catalog, observations: Observations, asked: Asked, said: Said, folder: str) -> StepRecord:
+    """The record of a step that was just audited. ``folder``: what the step's folder is called."""
+    contents = contents_of(catalog, observations)
+    account = _account(catalog, observations, asked, said, folder)
+    account = replace(account, num_contents=len(contents), num_sketches=len(contents.sketches))
+    return StepRecord(account, observations.pieces, contents)
+
+
+def _account(catalog: Catalog, observations: Observations, asked: Asked, said: Said, folder: str) -> StepAccount:
     holds = np.bincount(catalog.pieces.file, minlength=len(catalog.files)) if len(catalog.pieces) else np.zeros(1)
     files = tuple(
         KeptFile(catalog.within(file.name), file.num_bytes, file.identity, bool(holds[number : number + 1].any()),
@@ -148,7 +160,7 @@ def account_of(catalog: Catalog, observations: Observations, asked: Asked, said:
     pairs = tuple(KeptPair(pairing, tuple(found)) for pairing, found in observations.pairs.items())
     differences = {number: tuple(found) for number, found in sorted(observations.differences.items())}
     measured = Measured(
-        dict(sorted(observations.failures.items())), differences, pairs, dict(sorted(observations.checksums.items())),
+        dict(sorted(observations.failures.items())), dict(sorted(observations.broken.items())), differences, pairs, dict(sorted(observations.checksums.items())),
         asked.passes,
     )  # fmt: skip
 
@@ -190,10 +202,18 @@ def recalled(record: StepRecord, catalog: Catalog, asked: Asked) -> Observations
     return Observations(
         pieces,
         {number: text for number, text in measured.failures.items() if number in used},
+        {row: text for row, text in measured.broken.items() if row < len(wanted) and wanted[row]},
         differences=dict(measured.differences) if asked.differences else {},
         pairs={pairing: known[pairing] for pairing in asked.pairings},
         checksums=dict(measured.checksums) if asked.checksums else {},
+        sketches=_sketches(record.contents, np.unique(catalog.pieces.tensor[wanted])),
     )
+
+
+def _sketches(contents: Contents, tensors: NDArray[np.int32]) -> Sketches:
+    """The sketches of these tensors, as a pass makes them."""
+    rows = np.flatnonzero((contents.sketch >= 0) & np.isin(contents.tensor, tensors))
+    return Sketches(contents.tensor[rows], contents.replica[rows], contents.sketches[contents.sketch[rows]])
 
 
 def is_of(account: StepAccount, catalog: Catalog) -> bool:

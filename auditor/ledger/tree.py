@@ -4,6 +4,8 @@
     runs/<run>/steps/<step>/<identity>-<content>/ one record: a group, with arrays
         account                                   the text of the record, JSON in bytes
         pieces/<column>                           one number a piece
+        contents/<column>                         one number a replica that was read whole
+        sketches                                  64 numbers a distinct content
         commit                                    name, length and digest of every object; written last
 
 A record's name holds the digest of its commit, and the commit those of all else: who writes the same finds it there,
@@ -15,11 +17,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from auditor.containers.damage import DamagedError
 from auditor.containers.json_document import MAX_JSON_BYTES, parse_json
@@ -27,9 +30,10 @@ from auditor.containers.zarr_array import read_node
 from auditor.containers.zarr_names import escape, unescape
 from auditor.errors import UsageError
 from auditor.ledger import arrays
+from auditor.ledger.contents import Contents
 from auditor.ledger.plain import plain, revived
 from auditor.ledger.record import SCHEMA_VERSION, StepAccount, StepRecord, files_digest
-from auditor.model.observation import OBSERVED
+from auditor.model.observation import BUCKETS, OBSERVED
 from auditor.storage.store import ObjectMissingError, StorageError, Store, base_name, read_bytes
 from auditor.storage.writer import Writer
 
@@ -42,6 +46,10 @@ MAX_RECORDS = 100_000
 _RECORD = re.compile(r"([0-9a-f]{16})-([0-9a-f]{32})")
 _STEP = re.compile(r"\d{1,15}", re.A)
 _COLUMNS = tuple(name for name in OBSERVED.names or ())
+_PLACES = ("tensor", "replica", "sketch")
+_TOTALS = ("lane0", "lane1", "num_nan", "num_infinite", "num_zero", "minimum", "maximum", "sum_squares")
+MAX_PIECES = 1 << 27
+"""Of one record: ten gigabytes of memory."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -137,11 +145,10 @@ class Ledger:
         """
         objects = self._objects(name, lambda part: True)
         account = self._account(objects)
-        pieces = np.zeros(account.num_pieces if account.num_pieces < 1 << 31 else 0, OBSERVED)
-        for column in _COLUMNS:
-            values = arrays.read(f"pieces/{column}", objects, account.num_pieces)
-            pieces[column] = values.astype(OBSERVED[column], casting="unsafe")
-        return StepRecord(account, pieces)
+        if not 0 <= account.num_pieces <= MAX_PIECES or not 0 <= account.num_contents <= account.num_pieces:
+            raise DamagedError(f"a record of {account.num_pieces} pieces is no honest one")
+        pieces = _rows("pieces", objects, account.num_pieces)
+        return StepRecord(account, pieces, _contents(objects, account))
 
     def add(self, run: str, record: StepRecord) -> RecordName:
         """Write a record, unless it is there already.
@@ -238,6 +245,31 @@ def _is_entry(entry: tuple[str, Any]) -> bool:
     )  # fmt: skip
 
 
+def _rows(name: str, objects: Mapping[str, bytes], count: int, columns: Sequence[str] = _COLUMNS) -> NDArray[np.void]:
+    """Rows of :data:`~auditor.model.observation.OBSERVED`."""
+    rows = np.zeros(count, OBSERVED)
+    for column in columns:
+        rows[column] = arrays.read(f"{name}/{column}", objects, count).astype(OBSERVED[column], casting="unsafe")
+    return rows
+
+
+def _contents(objects: Mapping[str, bytes], account: StepAccount) -> Contents:
+    count, num_sketches = account.num_contents, account.num_sketches
+    if not 0 <= num_sketches <= count:
+        raise DamagedError("it has more sketches than contents")
+    tensor, replica, sketch = (
+        arrays.read(f"contents/{name}", objects, count).astype(np.int64, casting="unsafe") for name in _PLACES
+    )
+    sketches = np.asarray(arrays.read("sketches", objects, num_sketches), np.float64)
+    replicas = np.array([len(what.replicas) for what in account.tensors] or [0])
+    fits = (tensor >= 0) & (tensor < len(account.tensors)) & (sketch >= -1) & (sketch < num_sketches)
+    if not fits.all() or not ((replica >= 0) & (replica < np.maximum(replicas[tensor], 1))).all():
+        raise DamagedError("its contents are of tensors that it does not have")
+    if sketches.shape != (num_sketches, BUCKETS):
+        raise DamagedError("its sketches have no 64 numbers each")
+    return Contents(tensor, replica, sketch, _rows("contents", objects, count, _TOTALS), sketches)
+
+
 def _objects_of(record: StepRecord) -> Iterator[tuple[str, bytes]]:
     account = record.account
     attributes = {"schema_version": SCHEMA_VERSION, "step": account.step, "format": account.format}
@@ -247,6 +279,12 @@ def _objects_of(record: StepRecord) -> Iterator[tuple[str, bytes]]:
     yield f"pieces/{arrays.DOCUMENT}", arrays.group({})
     for column in _COLUMNS:
         yield from arrays.written(f"pieces/{column}", record.pieces[column])
+    yield f"contents/{arrays.DOCUMENT}", arrays.group({})
+    for name in _PLACES:
+        yield from arrays.written(f"contents/{name}", getattr(record.contents, name))
+    for column in _TOTALS:
+        yield from arrays.written(f"contents/{column}", record.contents.totals[column])
+    yield from arrays.written("sketches", record.contents.sketches)
 
 
 def _commit_of(objects: Mapping[str, bytes]) -> bytes:

@@ -75,6 +75,20 @@ class FileChecksums:
     """Why nothing could be read; empty where it was. No good and no bad parts: the file stores no checksums."""
 
 
+BUCKETS = 64
+"""Numbers of a sketch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sketches:
+    """Count-sketches of replicas, by which distances are told; see :mod:`auditor.observe.sketch`. Columns."""
+
+    tensor: NDArray[np.int64]
+    replica: NDArray[np.int64]
+    values: NDArray[np.float64]
+    """Shape (sketches, 64)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Observations:
     """All that was measured of one checkpoint."""
@@ -93,6 +107,8 @@ class Observations:
     """What was measured of pairs of tensors; a pairing that was not asked for, or not read, is not in it."""
     checksums: Mapping[int, FileChecksums] = field(default_factory=dict)
     """File number to what its own checksums say, at level ``full``."""
+    sketches: Sketches | None = None
+    """Of every replica of which something was read; None where none were asked for."""
     num_bytes_read: int = 0
     num_bytes_reread: int = 0
     remembered: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -33,6 +33,7 @@ from auditor.observe import (
 from auditor.observe.compiled_loops import Places, measuring
 from auditor.observe.compiled_pair_loops import NUM_PAIR_PLACES, SCRATCH_BYTES, comparing
 from auditor.observe.compiled_pairs import BEYOND, FIRST, NUM_COUNTS, ONE_ULP
+from auditor.observe.compiled_sketch import add_sketches
 from auditor.observe.compiled_steps import KEYS, STATE_VECTORS
 from auditor.observe.compiled_sweep import sweeping
 from auditor.observe.compiled_vectors import FORMS, VECTOR, Form
@@ -111,6 +112,14 @@ class CompiledKernels:
         for one, (_, _, _, tally) in zip(asked, pairs, strict=True):
             one.add_to(tally, done)
         return done
+
+    def sketch(self, buffer: Bytes, dtype: DType, runs: Runs, sketches: NDArray[np.float64]) -> None:
+        """As :meth:`~auditor.observe.kernels.Kernels.sketch`.
+
+        Raises:
+            ValueError: a run lies outside the buffer.
+        """
+        add_sketches(buffer, dtype, runs, sketches)
 
 
 class _Asked:

@@ -1,7 +1,7 @@
 """What is measured of elements while they lie in a buffer: the contract of the kernels, and which of them is taken.
 
 The numpy kernels (``digest``, ``statistics``) are the reference; the compiled ones give the same digests, counts and
-extrema. Sums of squares may differ in their last digits, because their order of summation does.
+extrema. Sums of squares, and sketches, may differ in their last digits, because their order of summation does.
 """
 
 from __future__ import annotations
@@ -104,6 +104,9 @@ class Kernels(Protocol):
         index of the first in the whole tensor, the same for all. Returns how many are done; the others were neither
         measured nor compared, because a file can't be read there, or 0 because these kernels don't read.
         """
+
+    def sketch(self, buffer: Bytes, dtype: DType, runs: Runs, sketches: NDArray[np.float64]) -> None:
+        """Add the values of the ``runs`` to the rows of ``sketches``, shape (any, 64), that their ``row`` names."""
 
 
 def comparable(kind: PairKind, left: DType, right: DType) -> bool:

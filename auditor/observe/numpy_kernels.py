@@ -19,6 +19,7 @@ from auditor.model.pairing import Pairing, PairKind
 from auditor.observe.decode import can_round, largest_pattern, nan_mask, ordered, rounded, to_float64
 from auditor.observe.digest import digest_rows
 from auditor.observe.kernels import Bytes, Runs, Side, Stream
+from auditor.observe.sketch import sketch_rows
 from auditor.observe.statistics import statistics_of_rows
 
 BLOCK_BYTES = 1 << 20
@@ -76,6 +77,18 @@ class NumpyKernels:
     ) -> int:  # fmt: skip
         """0: these kernels don't read."""
         return 0
+
+
+    def sketch(self, buffer: Bytes, dtype: DType, runs: Runs, sketches: NDArray[np.float64]) -> None:
+        """As :meth:`~auditor.observe.kernels.Kernels.sketch`.
+
+        Raises:
+            ValueError: a run lies outside the buffer.
+        """
+        width = np.dtype(dtype.carrier).itemsize
+        for which, skip, length in _alike(runs.length, width, BLOCK_BYTES):
+            values = to_float64(_gather(buffer, runs.at[which] + skip * width, length, dtype), dtype)
+            np.add.at(sketches, runs.row[which], sketch_rows(values, runs.start[which] + skip))
 
 
 def _alike(

@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.model.catalog import WITHHELD, Catalog, FileState, Role
-from auditor.model.observation import Observations, Read
+from auditor.model.observation import BUCKETS, Observations, Read, Sketches
 from auditor.model.pairing import Pairing, PairResult
 from auditor.observe.kernels import empty_rows, empty_tallies
 from auditor.observe.plan import Plan, plan
 from auditor.observe.shares import Runner
+from auditor.observe.sketch import MAX_SKETCHES, slots
 from auditor.observe.unit import UnitResult, Worker
 from auditor.storage.store import Store, num_readers
 
@@ -40,17 +41,26 @@ def wanted_rows(catalog: Catalog, tensors: Iterable[int] | None = None) -> NDArr
 def observe(
     store: Store, catalog: Catalog, rows: NDArray[np.int64], runner: Runner,
     progress: Callable[[int], None] = lambda num_bytes: None, pairings: Sequence[Pairing] = (), kernels: str = "numpy",
+    *, sketched: bool = False,
 ) -> Observations:  # fmt: skip
     """Read the pieces ``rows`` once, measure them, and compare the ``pairings`` while they are read.
 
     ``progress`` is told the bytes of every unit that is done; ``kernels`` is a name that ``kernel_choice.choose``
-    takes. Failures of storage are in the result, not raised.
+    takes; ``sketched``: also make sketches. Failures of storage are in the result, not raised.
     """
     work = plan(catalog, rows, pairings, slow=num_readers(store) > 1)
     worker = Worker(store, kernels)
     gathered = _Gathered(catalog, rows, len(work.tallies))
+    if sketched:
+        tensor, replica, numbers = slots(catalog, rows)
+        if len(tensor) <= MAX_SKETCHES:
+            work = work.sketched(rows, numbers)
+            gathered.sketches = Sketches(tensor, replica, np.zeros((len(tensor), BUCKETS)))
+            gathered.sketch_of = dict(zip(rows.tolist(), numbers.tolist(), strict=True)) if work.copies else {}
     for unit, result in zip(work.units, runner.run(catalog.path, worker, work.units), strict=True):
         gathered.take(unit.rows, unit.tallies, result)
+        if gathered.sketches is not None:
+            gathered.sketches.values[list(unit.sketches)] += result.sketches
         progress(result.num_bytes_read)
     return gathered.observations(work)
 
@@ -66,6 +76,8 @@ class _Gathered:
         self.broken: dict[int, str] = {}
         self.changed: set[str] = set()
         self.num_bytes_read = self.num_bytes_reread = 0
+        self.sketches: Sketches | None = None
+        self.sketch_of: dict[int, int] = {}
         self.number = {file.name: number for number, file in enumerate(catalog.files)}
         states = [file.state for file in catalog.files]
         outcome = np.array([int(_UNREAD[state]) for state in states] or [0], np.int8)
@@ -109,6 +121,7 @@ class _Gathered:
             self.pieces[row] = self.pieces[source]
             if source in self.broken:
                 self.broken[row] = self.broken[source]
+        self.copy_sketches(work)
         unread = self.pieces["read"] != Read.DONE
         self.pieces["minimum"][unread] = self.pieces["maximum"][unread] = 0.0
         pairs: dict[Pairing, list[PairResult]] = {}
@@ -123,5 +136,19 @@ class _Gathered:
             )  # fmt: skip
         return Observations(
             self.pieces, self.failures, self.broken, tuple(sorted(self.changed)), pairs=pairs,
-            num_bytes_read=self.num_bytes_read, num_bytes_reread=self.num_bytes_reread,
+            num_bytes_read=self.num_bytes_read, num_bytes_reread=self.num_bytes_reread, sketches=self.sketches,
         )  # fmt: skip
+
+    def copy_sketches(self, work: Plan) -> None:
+        """Give replicas that are the same bytes as another (tied tensors) its sketch; NaN to those that are in part."""
+        if self.sketches is None:
+            return
+        values = self.sketches.values
+        same = {row: self.sketch_of[source] for row, source in work.copies if self.sketch_of}
+        sources: dict[int, set[int | None]] = {self.sketch_of[row]: set() for row in same}
+        for row, number in self.sketch_of.items():
+            if number in sources:
+                sources[number].add(same.get(row))
+        for number, found in sources.items():
+            source = found.pop() if len(found) == 1 else None
+            values[number] = values[source] if source is not None and source != number else np.nan

@@ -64,6 +64,10 @@ class Unit:
     pairings: tuple[Pairing, ...] = ()
     """What is compared, parallel to ``tallies``."""
     num_bytes: int = 0
+    sketches: tuple[int, ...] = ()
+    """Sketches to which it adds; empty where none are wanted."""
+    sketch_of: NDArray[np.int64] | None = None
+    """Parallel to ``rows``: position in ``sketches``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,16 @@ class Plan:
     """What every tally is of."""
     copies: tuple[tuple[int, int], ...] = ()
     """Rows that are the same bytes as another, seen alike: (row, row that is measured)."""
+
+    def sketched(self, rows: NDArray[np.int64], numbers: NDArray[np.int64]) -> Plan:
+        """The plan, whose units also sketch. ``numbers``: parallel to ``rows`` (all that is measured), of sketches."""
+        of_row = np.zeros(int(rows.max(initial=-1)) + 1, np.int64)
+        of_row[rows] = numbers
+        units = []
+        for unit in self.units:
+            wanted, positions = np.unique(of_row[unit.rows], return_inverse=True)
+            units.append(replace(unit, sketches=tuple(wanted.tolist()), sketch_of=positions))
+        return replace(self, units=tuple(units))
 
 
 def plan(catalog: Catalog, rows: NDArray[np.int64], pairings: Sequence[Pairing] = (), *, slow: bool = False) -> Plan:

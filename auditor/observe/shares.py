@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.errors import UsageError
-from auditor.model.observation import OBSERVED
+from auditor.model.observation import BUCKETS, OBSERVED
 from auditor.observe.kernels import TALLY, empty_rows, empty_tallies
 from auditor.observe.plan import Unit
 from auditor.observe.unit import UnitResult, Worker
 from auditor.storage.store import StorageError, Store, read_bytes
 
-MAGIC = b"auditor share 1\n"
+MAGIC = b"auditor share 2\n"
 NAME = re.compile(r"share-(\d{1,6})-of-(\d{1,6})")
 
 
@@ -68,15 +68,17 @@ class Share:
         kept: list[dict[str, Any]] = []
         for at, unit in enumerate(units):
             if at % self.of != self.number - 1:
-                yield UnitResult(empty_rows(len(unit.rows)), empty_tallies(len(unit.tallies)))
+                empty = np.zeros((len(unit.sketches), BUCKETS))
+                yield UnitResult(empty_rows(len(unit.rows)), empty_tallies(len(unit.tallies)), sketches=empty)
                 continue
             result = next(own)
             kept.append({
                 "unit": at, "num_rows": len(result.observed), "num_tallies": len(result.tallies),
                 "num_bytes_read": result.num_bytes_read, "num_bytes_reread": result.num_bytes_reread,
                 "failures": result.failures, "broken": [*result.broken.items()], "changed": sorted(result.changed),
+                "num_sketches": len(result.sketches),
             })  # fmt: skip
-            self.arrays += [result.observed.tobytes(), result.tallies.tobytes()]
+            self.arrays += [result.observed.tobytes(), result.tallies.tobytes(), result.sketches.tobytes()]
             yield result
         self.steps.append({"path": step, "plan": fingerprint(units), "units": kept})
 
@@ -134,7 +136,8 @@ class Joined:
         if plan != fingerprint(units) or len(found) != len(units):
             raise UsageError(f"{self.location}: its shares are of other files or choices than this audit of {step}")
         for at, unit in enumerate(units):
-            if (len(found[at].observed), len(found[at].tallies)) != (len(unit.rows), len(unit.tallies)):
+            told = len(found[at].observed), len(found[at].tallies), len(found[at].sketches)
+            if told != (len(unit.rows), len(unit.tallies), len(unit.sketches)):
                 raise UsageError(f"{self.location}: a share says something else of {step} than its plan")
             yield found[at]
 
@@ -174,7 +177,7 @@ class _Cursor:
     content: bytes
     at: int
 
-    def rows(self, dtype: np.dtype[np.void], count: int) -> NDArray[np.void]:
+    def rows(self, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         found = np.frombuffer(self.content, dtype, count, self.at)
         self.at += found.nbytes
         return found
@@ -185,6 +188,7 @@ def _result(unit: Mapping[str, Any], cursor: _Cursor) -> UnitResult:
         cursor.rows(OBSERVED, int(unit["num_rows"])), cursor.rows(TALLY, int(unit["num_tallies"])),
         int(unit["num_bytes_read"]), int(unit["num_bytes_reread"]), dict(unit["failures"]),
         {int(row): str(text) for row, text in unit["broken"]}, set(unit["changed"]),
+        cursor.rows(np.dtype("<f8"), int(unit["num_sketches"]) * BUCKETS).reshape(-1, BUCKETS),
     )  # fmt: skip
 
 
@@ -193,7 +197,7 @@ def fingerprint(units: Sequence[Unit]) -> str:
     found = hashlib.sha256()
     for unit in units:
         files = [(file.name, file.num_bytes, file.identity) for file in unit.files]
-        found.update(repr((files, unit.dtypes, unit.cells, unit.tallies, unit.pairings)).encode())
+        found.update(repr((files, unit.dtypes, unit.cells, unit.tallies, unit.pairings, unit.sketches)).encode())
         table = unit.table
         columns = (table.row, table.dtype, table.offset, table.length, table.start) if table else ()
         for column in (unit.rows, *columns):

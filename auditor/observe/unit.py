@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from auditor.containers.encoded import open_file
 from auditor.model.dtype import DType
-from auditor.model.observation import Read
+from auditor.model.observation import BUCKETS, Read
 from auditor.observe.kernel_choice import choose
 from auditor.observe.kernels import Bytes, Kernels, Runs, Stream, empty_rows, empty_tallies
 from auditor.observe.kernels import Side as KernelSide
@@ -73,6 +73,8 @@ class UnitResult:
     broken: dict[int, str] = field(default_factory=dict)
     """Row to what keeps it from being decoded."""
     changed: set[str] = field(default_factory=set)
+    sketches: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, BUCKETS)))
+    """Parallel to the unit's sketches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class Worker:
     def __call__(self, unit: Unit) -> UnitResult:
         """Do one unit; what storage refuses is in the result."""
         result = UnitResult(empty_rows(len(unit.rows)), empty_tallies(len(unit.tallies)))
+        result.sketches = np.zeros((len(unit.sketches), BUCKETS))
         with ExitStack() as stack:
             doing = _Doing(self.store, choose(0, self.kernels), unit, result, stack)
             if unit.table is not None:
@@ -159,11 +162,16 @@ class _Doing:
         """Whether a cell is read block by block, without a thought about neighbours."""
         return cell.straight and cell.num_bytes > self.long_bytes
 
+    @property
+    def sweeps(self) -> bool:
+        """Whether the kernels read by themselves; not where bytes are wanted for a sketch as well."""
+        return self.kernels.sweeps and self.unit.sketch_of is None
+
     @cached_property
     def long_bytes(self) -> int:
         """Where files are read by the kernels, looking for neighbours soon costs more than another read."""
         try:
-            swept = self.kernels.sweeps and descriptor_of(self.handle(0)) is not None
+            swept = self.sweeps and descriptor_of(self.handle(0)) is not None
         except StorageError:
             swept = False
         return SWEEP_BYTES // 4 if swept else BUFFER_BYTES
@@ -206,6 +214,8 @@ class _Doing:
 
     def measure(self, buffer: Bytes, dtype: DType, runs: Runs) -> None:
         self.kernels.measure(buffer, dtype, runs, self.result.observed)
+        if self.unit.sketch_of is not None:
+            self.kernels.sketch(buffer, dtype, replace(runs, row=self.unit.sketch_of[runs.row]), self.result.sketches)
 
     # Cells of several files
 
@@ -236,7 +246,7 @@ class _Doing:
 
     def sweep(self, cell: Cell) -> int:
         """Let the kernels read a straight cell from local files; how many elements are done."""
-        if not self.kernels.sweeps:
+        if not self.sweeps:
             return 0
         (num_elements,) = cell.shape
         block = max(1, SWEEP_BYTES // sum(side.width for side in cell.sides))

@@ -34,8 +34,11 @@ def read(found):
     return sum(run.coverage.num_bytes_read + run.coverage.num_bytes_reread for run in found.runs)
 
 
-@pytest.mark.parametrize("path", [RUN, HEALTHY, TP2_PP2, TP4], ids=lambda path: path.name)
-@pytest.mark.parametrize("level", [Level.REPLICAS, Level.VALUES, Level.FULL])
+@pytest.mark.parametrize(
+    ("path", "level"),
+    [(RUN, Level.VALUES), (HEALTHY, Level.REPLICAS), (TP2_PP2, Level.REPLICAS), (TP4, Level.FULL)],
+    ids=lambda given: getattr(given, "name", None),
+)
 def test_a_second_audit_reads_nothing_and_says_the_same(path, level, tmp_path):
     without = report(path, None, level=level)
     first, second = (report(path, tmp_path / "ledger", level=level) for _ in range(2))

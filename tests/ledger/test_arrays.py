@@ -1,0 +1,134 @@
+"""Columns as Zarr arrays, and records as JSON: exactly what was written comes back, anything else is refused."""
+
+import gzip
+import json
+
+import numpy as np
+import pytest
+import zarr
+
+from auditor.containers.damage import DamagedError, LimitError
+from auditor.ledger import arrays
+from auditor.ledger.plain import plain, revived
+from auditor.model.catalog import Role
+from auditor.model.finding import Judgement, Location, Severity, Violation
+from auditor.model.mesh import Coordinate
+from auditor.model.observation import Difference
+from auditor.model.region import Box
+
+COLUMNS = {
+    "lanes": np.array([0, 1 << 63, (1 << 64) - 1], np.uint64),
+    "small": np.array([1, 2, 250], np.int64),
+    "signed": np.array([-3, 200], np.int64),
+    "single": np.array([0.5, -0.0, np.inf], np.float64),
+    "double": np.array([0.1, 1e300], np.float64),
+    "nan": np.array([np.nan, 1.0], np.float64),
+    "constant": np.full(5, -2.5),
+    "infinite": np.full(4, -np.inf),
+    "empty": np.zeros(0, np.int64),
+    "rows": np.arange(6.0).reshape(2, 3) / 7,
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_come_back_bit_by_bit(name):
+    values = COLUMNS[name]
+    found = arrays.read("x", dict(arrays.written("x", values)), len(values)).astype(values.dtype)
+    assert found.tobytes() == values.tobytes()
+    assert found.shape == values.shape
+
+
+def test_many_rows_are_several_chunks():
+    values = np.arange(10)
+    objects = dict(arrays.written("x", values, rows=4))
+    assert sorted(objects) == ["x/c/0", "x/c/1", "x/c/2", "x/zarr.json"]
+    assert arrays.read("x", objects, 10).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_zarr_reads_them(name, tmp_path):
+    for key, content in arrays.written("x", COLUMNS[name]):
+        (tmp_path / key).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / key).write_bytes(content)
+    found = zarr.open_array(tmp_path / "x", mode="r")[...]
+    assert found.astype(COLUMNS[name].dtype).tobytes() == COLUMNS[name].tobytes()
+
+
+def written(**changes):
+    objects = dict(arrays.written("x", np.arange(100) * 1000))
+    document = json.loads(objects["x/zarr.json"])
+    objects["x/zarr.json"] = json.dumps({**document, **changes}).encode()
+    return objects
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shape": [101]}, {"shape": [1 << 50]}, {"shape": []}, {"shape": "many"}, {"data_type": "object"},
+        {"data_type": "float32"}, {"fill_value": "x"}, {"fill_value": [1]},
+        {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [0]}}}, {"chunk_grid": 3},
+        {"data_type": "uint8", "fill_value": 300},
+    ],
+)  # fmt: skip
+def test_other_documents_are_refused(changes):
+    if changes == {"data_type": "float32"}:
+        # As wide as what was written: what it means is not told by its bytes, but by the commit.
+        assert len(arrays.read("x", written(**changes), 100)) == 100
+        return
+    with pytest.raises(DamagedError):
+        arrays.read("x", written(**changes), 100)
+
+
+def test_bombs_do_not_go_off():
+    objects = written()
+    for bomb in (gzip.compress(b"\0" * (64 << 20)), gzip.compress(b"\0" * 10), b"no gzip", objects["x/c/0"][:-9]):
+        with pytest.raises(DamagedError):
+            arrays.read("x", {**objects, "x/c/0": bomb}, 100)
+    with pytest.raises(DamagedError):
+        arrays.text("x", gzip.compress(b"\0" * 2000), 1000)
+    big = {"x/zarr.json": json.dumps({**json.loads(objects["x/zarr.json"]), "shape": [1 << 30]}).encode()}
+    with pytest.raises(LimitError):
+        arrays.read("x", big, 1 << 30)
+    with pytest.raises(DamagedError):
+        arrays.read("x", {}, 100)
+
+
+JUDGED = Judgement(
+    3,
+    (Violation("a", (Location(3, "f.pt", "a", Role.MASTER, 4, Coordinate.of(tp=1, dp=0), region=Box((0, 1), (2, 3)),
+                              max_abs_difference=float("inf"), first_index=(1, 2)),), "differs",
+               ((Coordinate.of(tp=0),), (Coordinate.of(tp=1),)), Severity.WARNING, (), frozenset({"b", "a"})),),
+    {"because": ("x", "y")}, {"not": 2}, frozenset({"z"}),
+)  # fmt: skip
+
+
+def test_records_come_back():
+    text = json.dumps(plain(JUDGED))
+    assert revived(Judgement, json.loads(text)) == JUDGED
+    assert json.dumps(plain(revived(Judgement, json.loads(text)))) == text
+
+
+def test_an_infinite_difference_comes_back():
+    found = Difference(Coordinate.of(tp=1), Coordinate(), 1, 2, 3, float("inf"), float("nan"), -1, 0, ())
+    back = revived(Difference, json.loads(json.dumps(plain(found))))
+    assert back.max_abs_difference == float("inf")
+    assert back.relative_difference != back.relative_difference
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_holds": "3"}, {"num_holds": True}, {"num_holds": None}, {"violations": {}}, {"violations": [3]},
+        {"violations": [{"subject": "a"}]}, {"held": "abc"}, {"undetermined": []}, {"not_applicable": {"x": 1.5}},
+        {"violations": [{"subject": "a", "locations": [{"step": 1, "role": "GENERAL"}]}]},
+        {"violations": [{"subject": "a", "locations": [{"step": 1, "coordinate": "tp=x"}]}]},
+        {"violations": [{"subject": "a", "locations": [{"step": 1, "region": {"start": [1]}}]}]},
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_its_type_is_refused(change):
+    with pytest.raises(DamagedError):
+        revived(Judgement, {**plain(JUDGED), **change})
+
+
+def test_fields_of_a_later_version_are_passed_over():
+    assert revived(Judgement, {**plain(JUDGED), "certainty": 0.5}) == JUDGED
