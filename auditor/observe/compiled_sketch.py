@@ -97,7 +97,7 @@ class _Loop:
         try:
             self.loop(*arguments)
         except (OSError, EOFError):
-            # What is on disk can't be read, or no more can be written: before the loop began, so nothing is added twice.
+            # What is on disk can't be read, or no more written: before the loop began, so nothing is added twice.
             self.loop = numba.njit(nogil=True)(_sketch)
             self.loop(*arguments)
 

@@ -78,7 +78,6 @@ class NumpyKernels:
         """0: these kernels don't read."""
         return 0
 
-
     def sketch(self, buffer: Bytes, dtype: DType, runs: Runs, sketches: NDArray[np.float64]) -> None:
         """As :meth:`~auditor.observe.kernels.Kernels.sketch`.
 
