@@ -160,8 +160,8 @@ def _account(catalog: Catalog, observations: Observations, asked: Asked, said: S
     pairs = tuple(KeptPair(pairing, tuple(found)) for pairing, found in observations.pairs.items())
     differences = {number: tuple(found) for number, found in sorted(observations.differences.items())}
     measured = Measured(
-        dict(sorted(observations.failures.items())), dict(sorted(observations.broken.items())), differences, pairs, dict(sorted(observations.checksums.items())),
-        asked.passes,
+        dict(sorted(observations.failures.items())), dict(sorted(observations.broken.items())), differences, pairs,
+        dict(sorted(observations.checksums.items())), asked.passes,
     )  # fmt: skip
 
     def inside(path: str) -> str:
