@@ -28,6 +28,7 @@ from auditor.model.finding import Finding, Judgement
 from auditor.model.observation import Observations, unobserved
 from auditor.model.run import Commit, PointerState, RunState, StepEvidence, decide_commits, step_state, with_content
 from auditor.model.waiver import apply_baseline, apply_waivers
+from auditor.model.witness import Witness
 from auditor.observe.checksums import verify_checksums
 from auditor.observe.difference import measure_differences
 from auditor.observe.executors import executor_of
@@ -43,6 +44,7 @@ from auditor.storage.union import UnionStore
 from auditor.storage.writer import FolderWriter
 from auditor.timeline.findings import findings, findings_of_no_step
 from auditor.timeline.last_good import NEEDED, last_good
+from auditor.witnesses import read_witness, witness_folder
 
 LARGE_RUN_BYTES = 16 << 30
 """Runs larger than this are by default read at `replicas`, and at `values` only in the newest step."""
@@ -263,10 +265,11 @@ class _Audit:
         state = with_content(state, catalog, observations)
         self.count(report.coverage, full, catalog, observations)
         named = source.match.named_step
-        evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers, named)
+        witness = self.witness(folder.path, full.step, modified) if level >= Level.REPLICAS else None
+        evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers, named, witness)
         judgements = self.judge(evidence, level, self.judged)
         # Whether a step is whole is asked of all its tensors, whatever was selected.
-        whole = evidence if catalog is full else StepEvidence(full, unobserved(full), named_step=named)
+        whole = StepEvidence(full, observations if catalog is full else unobserved(full), named_step=named)
         wholeness = self.judge(whole, level, [item for item in self.judged if item.family in NEEDED])
         changed = tuple(
             sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
@@ -285,6 +288,10 @@ class _Audit:
             said = self.keeper.said(state, judgements, wholeness, level.name, full)
             self.keeper.keep(catalog, observations, asked, said, known, folder_of(self.store.location, folder.path))
         return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh, bool(known))
+
+    def witness(self, path: str, step: int, modified: float) -> Witness | None:
+        """What the hook left of a step that lies below the root."""
+        return read_witness(self.store, witness_folder(path), step, modified) if path else None
 
     def catalogs(self, source: StepSource, level: Level) -> tuple[Catalog, Catalog]:
         """All that a step stores, and of it the tensors that were chosen."""

@@ -18,6 +18,8 @@ from auditor.view.tree import StepNode
 
 MAX_DEPTH = 3
 """How far below the path steps are looked for."""
+OURS = ".auditor"
+"""What the hook leaves beside the steps."""
 MAX_FOLDERS = 20_000
 """Folders that are looked into before giving up."""
 
@@ -100,7 +102,9 @@ def _search(
     run = RunSource(folder.path, [])
     others: list[Folder] = []
     identities: set[str] = set()
-    for entry in folder.folders.values():
+    for name, entry in folder.folders.items():
+        if name == OURS:
+            continue
         seen[0] += 1
         if seen[0] > MAX_FOLDERS:
             run.unrecognised[folder.path or "."] = f"only the first {MAX_FOLDERS} folders were looked into"

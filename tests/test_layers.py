@@ -54,12 +54,18 @@ def imports(path):
             yield node.module
 
 
+def _is_hook_of(path, package):
+    """Each hook is imported by those alone who have its framework."""
+    return layer(path) == "hooks" and path.name.startswith(f"{package}_")
+
+
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_one_way(path):
     own = layer(path)
     for name in imports(path):
         parts = name.split(".")
-        assert parts[0] not in NEVER or own == "testing", f"{path} imports {name}"
+        assert parts[0] not in NEVER or own == "testing" or _is_hook_of(path, parts[0]), f"{path} imports {name}"
+        assert parts[:2] != ["auditor", "hooks"] or own in ("hooks", "patrol", "cli"), f"{path} imports a hook"
         assert parts[:2] != ["auditor", "testing"] or own == "testing", f"{path} imports what is for tests alone"
         if parts[0] == "auditor" and len(parts) > 1 and own in ALLOWED:
             assert parts[1] == own or parts[1] in ALLOWED[own], f"{own} must not import {name}"
@@ -77,7 +83,7 @@ def test_only_storage_opens_files_and_only_the_command_line_prints(path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             assert node.func.id != "open" or own == "storage", f"{path}:{node.lineno} opens a file"
             assert node.func.id != "print" or own == "cli", f"{path}:{node.lineno} prints"
-    if own not in ("storage", "cli", "configuration", "testing"):
+    if own not in ("storage", "cli", "configuration", "testing", "hooks"):
         assert not {"pathlib", "os", "io"} & set(imports(path)) or path.name == "audit.py", path
 
 

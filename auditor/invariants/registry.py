@@ -20,12 +20,13 @@ from auditor.invariants import (
     replica,
     security,
     tying,
+    witnessed,
 )
 from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
     integrity, integrity_runs, coverage, metadata, replica, cast, optimizer, optimizer_records, optimizer_values,
-    optimizer_twins, numerics, tying, security, configuration,
+    optimizer_twins, numerics, tying, security, configuration, witnessed,
 )  # fmt: skip
 
 

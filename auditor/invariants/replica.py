@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from auditor.invariants.invariant import Invariant, Needs
+from auditor.invariants.replica_witness import InMemory, in_memory
 from auditor.model.catalog import WITHHELD, Catalog, FileState, Role, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
@@ -18,20 +19,25 @@ def replicas_are_equal(evidence: StepEvidence) -> Judgement:
     violations, held, lost = [], [], set()
     undetermined: dict[str, list[str]] = {}
     groups = {group.tensor: group for group in replica_groups(catalog, observations)}
+    witnessed, unseen = in_memory(evidence), InMemory(undetermined=evidence.witness.lacks if evidence.witness else "")
     not_replicated = 0
     for number, tensor in enumerate(catalog.tensors):
         group = groups.get(number)
         if tensor.role is Role.PADDING:
             continue
-        if tensor.undetermined:
-            undetermined.setdefault(tensor.undetermined, []).append(tensor.name)
-        if tensor.stored_once:
-            reason = f"stored once along {', '.join(tensor.stored_once)}: other replicas are not on disk"
+        known = witnessed.get(number, unseen)
+        reasons = _reasons(tensor, known)
+        for reason in reasons:
             undetermined.setdefault(reason, []).append(tensor.name)
-        if group is None:
-            not_replicated += not tensor.undetermined and not tensor.stored_once
-        elif len(group.classes) > 1:
+        if group is not None and len(group.classes) > 1:
             violations.append(_violation(evidence, tensor, group))
+        elif known.violation:
+            violations.append(known.violation)
+        elif group is None:
+            if known.num_places > 1 and not reasons:
+                held.append(tensor.name)
+            else:
+                not_replicated += not reasons
         elif group.incomplete:
             undetermined.setdefault(_why_incomplete(evidence, group), []).append(tensor.name)
             lost.add(tensor.name)
@@ -42,6 +48,15 @@ def replicas_are_equal(evidence: StepEvidence) -> Judgement:
         len(held), tuple(violations), {reason: tuple(names) for reason, names in undetermined.items()}, not_applicable,
         frozenset(held) - lost,
     )  # fmt: skip
+
+
+def _reasons(tensor: Tensor, known: InMemory) -> list[str]:
+    """Why something of a tensor's replicas is not known; empty where the witness saw all of them."""
+    if known.num_places and not known.undetermined:
+        return []
+    once = f"stored once along {', '.join(tensor.stored_once)}: other replicas are not on disk"
+    doubt = known.undetermined if known.num_places or tensor.stored_once else ""
+    return [*filter(None, (doubt or tensor.undetermined, once if tensor.stored_once else ""))]
 
 
 def replicated(catalog: Catalog) -> list[int]:
@@ -141,7 +156,8 @@ INVARIANTS = (
                   "once; loss and accuracy show nothing, and merging the ranks gives a model that nobody trained.",
         source="BLOOM-176B, 2022: bigscience chronicles; deepspeedai/DeepSpeed#1801",
         example="input_layernorm.weight differs between tp=0 and tp=1 since step 17100 (last good 17000)",
-        misses="Replicas that the writer threw away before saving; replicas that are equally wrong.",
+        misses="Replicas that the writer threw away before saving, unless the hook left a witness of them "
+               "(docs/witness.md); replicas that are equally wrong.",
         hint="Resume from the last good step after the cause is repaired; resynchronising replicas hides the damage "
              "already done to whichever side was wrong.",
         needs=Needs.WEIGHTS, judge_step=replicas_are_equal, reads=replicated, one_fault=True,

@@ -46,6 +46,9 @@ class Location:
     """For a difference: all that is known of the ranks that hold the differing part of ``coordinate``'s replica."""
     reference_holder: Coordinate = EVERYWHERE
     reference_file: str = ""
+    ranks: tuple[int, ...] = ()
+    """Global ranks of ``coordinate``, where more is known of them than the mesh tells."""
+    reference_ranks: tuple[int, ...] = ()
     region: Box | None = None
     num_elements: int = 0
     """Elements concerned: missing, overlapping, not finite."""

@@ -231,7 +231,7 @@ def _sort_replicas(
         contents = {replica: _by_region(catalog, observations, tensor, replica) for replica in replicas}
     else:
         contents = {replica: {"all": totals[tensor, replica]} for replica in replicas}
-    return ReplicaGroup(tensor, _classes(contents), incomplete)
+    return ReplicaGroup(tensor, classes_of(contents), incomplete)
 
 
 def _by_region(catalog: Catalog, observations: Observations, tensor: int, replica: int) -> dict[object, _Lanes]:
@@ -241,7 +241,7 @@ def _by_region(catalog: Catalog, observations: Observations, tensor: int, replic
     return {catalog.pieces.region(row): pair for row, pair in zip(done.tolist(), lanes, strict=True)}
 
 
-def _classes(contents: Mapping[int, Mapping[object, tuple[int, int]]]) -> tuple[tuple[int, ...], ...]:
+def classes_of(contents: Mapping[int, Mapping[object, tuple[int, int]]]) -> tuple[tuple[int, ...], ...]:
     """Sort replicas into classes that agree on every region both have.
 
     A replica that has no region in common with any class was compared with nothing and is in no class.

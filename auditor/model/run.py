@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from auditor.model.catalog import Catalog, FileState, Role, Scalar
 from auditor.model.observation import Content, Observations, contents
+from auditor.model.witness import Witness
 
 _MOMENTS = frozenset({Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT})
 
@@ -91,6 +92,8 @@ class StepEvidence:
     strict_buffers: bool = False
     named_step: int | None = None
     """The step that the folder's name tells, in a form that the framework itself uses, beside a recorded one."""
+    witness: Witness | None = None
+    """What the ranks held in memory, where the hook left it."""
 
 
 def step_state(catalog: Catalog, modified: float) -> StepState:

@@ -44,6 +44,13 @@ def tiled_replicas(catalog: Catalog) -> frozenset[tuple[int, int]]:
     return frozenset([*_tiled(catalog, stretches, rest), *_tiled(catalog, blocks, rest)])
 
 
+def flat_ranges(catalog: Catalog) -> tuple[Integers, Integers]:
+    """Start and stop of the flat range that each piece is; -1 for pieces that are boxes and nothing simpler."""
+    cut, _ = _cuts(catalog)
+    flat = cut.line == _C_ORDER
+    return np.where(flat, cut.start, -1), np.where(flat, cut.stop, -1)
+
+
 def _tiled(catalog: Catalog, cut: _Cut, rest: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
     """Replicas that are tiled along one line; the rows of their pieces are taken out of ``rest``."""
     pieces = catalog.pieces

@@ -103,7 +103,7 @@ def _interval(interval: Interval) -> dict[str, Any]:
 
 def _location(location: Location, run: RunReport) -> dict[str, Any]:
     holder = location.holder.merged(location.coordinate)
-    ranks = run.mesh_of(location.step).global_ranks(holder) if holder.indices else None
+    ranks = location.ranks or (run.mesh_of(location.step).global_ranks(holder) if holder.indices else None)
     optional: Mapping[str, Any] = {
         "reference": location.reference.as_dict() or None,
         "region": _region(location.region),

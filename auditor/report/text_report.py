@@ -153,10 +153,12 @@ def _ranks_phrase(finding: Finding, run: RunReport) -> str:
     """Global ranks of the places that differ, where they are known and few."""
     ranks: dict[str, set[int]] = {}
     for x in finding.locations:
-        if x.num_elements_differ is None:
+        if x.num_elements_differ is None and not x.ranks:
             continue
-        for place, holder in ((x.coordinate, x.holder), (x.reference, x.reference_holder)):
-            ranks.setdefault(str(place), set()).update(run.mesh_of(x.step).global_ranks(holder) or ())
+        mesh = run.mesh_of(x.step)
+        sides = ((x.coordinate, x.holder, x.ranks), (x.reference, x.reference_holder, x.reference_ranks))
+        for place, holder, known in sides:
+            ranks.setdefault(str(place), set()).update(known or mesh.global_ranks(holder) or ())
     if not 0 < len(ranks) <= 4 or not all(0 < len(found) <= 8 for found in ranks.values()):
         return ""
     named = (f"{place}: rank{'s' if len(found) > 1 else ''} {', '.join(map(str, sorted(found)))}"

@@ -248,8 +248,15 @@ def _fitting_causes(
     invariant: Invariant, kind: DifferenceClass | None, locations: Sequence[Location]
 ) -> tuple[LikelyCause, ...]:
     """The likely causes that fit the class of the differences and the axes along which replicas differ."""
-    causes = invariant.causes_by_class.get(kind, invariant.likely_causes) if kind else invariant.likely_causes
-    axes = {axis for x in locations for axis, _ in set(x.coordinate.indices) ^ set(x.reference.indices)}
+    # Where no difference could be measured, the class says little about the cause.
+    measured = any(location.num_elements_differ is not None for location in locations)
+    causes = invariant.likely_causes
+    if kind and (measured or kind is not DifferenceClass.GROSS):
+        causes = invariant.causes_by_class.get(kind, causes)
+    # Scripts call a part of an axis by its name and what it is for: dp_replicate.
+    axes = {
+        axis.partition("_")[0] for x in locations for axis, _ in set(x.coordinate.indices) ^ set(x.reference.indices)
+    }
     return tuple(cause for cause in causes if not cause.axes or axes & set(cause.axes))
 
 

@@ -1,0 +1,82 @@
+"""The hook of a training job: a witness before a step is saved, an audit once it is there.
+
+A failure of the auditor never stops training unless that is asked for: it is logged and the job goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from auditor.containers.witness_file import encode_part
+from auditor.errors import AuditorError
+from auditor.hooks.launch import absolute, launch_of_job
+from auditor.hooks.recording import Recorder
+from auditor.storage.writer import FolderWriter
+from auditor.witnesses import FOLDER, part_name
+
+LOG = logging.getLogger("auditor")
+OnViolation = Literal["log", "callback", "raise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Witnessed:
+    """What was left of one step."""
+
+    step: int
+    file: str
+    num_pieces: int
+    num_bytes: int
+    """Of the file."""
+    seconds: float
+    """That training waited for it."""
+
+
+class Witnesses:
+    """Leaves this rank's part of the witness beside each step.
+
+    ``rank, num_ranks``: of this process among all that save together. ``launch``: equal in all of them and another
+    after a restart; told by the launcher's environment where it isn't given.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, launch: str | None = None) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self.launch = launch_of_job() if launch is None else launch
+        self._attempts: dict[str, int] = {}
+
+    def leave(self, step: int, path: str, recorder: Recorder, begun: float) -> Witnessed:
+        """Write the part of the step that is saved to ``path``, whole or not at all.
+
+        Raises:
+            WriteError: the disk is full, or read-only.
+        """
+        run, name = split(path)
+        attempt = self._attempts[path] = self._attempts.get(path, -1) + 1
+        part = recorder.part(step, launch=self.launch, attempt=attempt, taken=time.time())
+        content = encode_part(part)
+        writer = FolderWriter(f"{run}/{FOLDER}")
+        writer.make()
+        file = f"{name}/{part_name(self.rank)}"
+        writer.write(file, content)
+        return Witnessed(step, f"{run}/{FOLDER}/{file}", len(part.pieces), len(content), time.perf_counter() - begun)
+
+
+def split(path: str) -> tuple[str, str]:
+    """The run's folder and the step's name in it, of the path to which a step is saved."""
+    run, _, name = absolute(path).rpartition("/")
+    return run or "/", name
+
+
+@contextmanager
+def survived(what: str, *, raising: bool) -> Iterator[None]:
+    """Whatever goes wrong in here is logged, and goes no further unless that is asked for."""
+    try:
+        yield
+    except (AuditorError, OSError, ValueError, TypeError, RuntimeError, LookupError, MemoryError) as error:
+        if raising:
+            raise
+        LOG.warning("%s failed, training goes on: %s: %s", what, type(error).__name__, error)

@@ -1,0 +1,75 @@
+"""Where witnesses lie, and how the parts of one step are read: ``.auditor/witness/<step's folder>/rank-*.witness``.
+
+Beside the step and not in it: the step's folder may not exist yet when the witness is taken, and writers clear it,
+refuse one that isn't empty, or take every folder in it for something of theirs.
+"""
+
+from __future__ import annotations
+
+import re
+
+from auditor.containers.damage import DamagedError
+from auditor.containers.witness_file import read_part
+from auditor.discovery import OURS
+from auditor.model.witness import Witness, WitnessPart, usable
+from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, base_name, join
+
+FOLDER = f"{OURS}/witness"
+_PART = re.compile(r"rank-(\d{1,7})\.witness", re.A)
+MAX_PIECES = 8_000_000
+"""Pieces of all parts of a step that are kept in memory together: about 1 GiB."""
+
+
+def part_name(rank: int) -> str:
+    """The file of one rank.
+
+    >>> part_name(3)
+    'rank-00003.witness'
+    """
+    return f"rank-{rank:05d}.witness"
+
+
+def witness_folder(step_path: str) -> str:
+    """Where the witness of the step in ``step_path`` (below the root) lies."""
+    above, _, name = step_path.rpartition("/")
+    return join(join(above, FOLDER), name)
+
+
+def read_witness(store: Store, folder: str, step: int, modified: float = 0.0) -> Witness | None:
+    """The witness of ``step`` in ``folder``; None where there is no part of one.
+
+    ``modified``: time of the step's newest file, seconds since the epoch, against which the witness's age is told. A
+    part that can't be read or is of something else is named in the result, never raised.
+    """
+    try:
+        entries = sorted((entry for entry in store.list(folder) if _is_part(entry)), key=lambda entry: entry.name)
+    except ObjectMissingError:
+        return None
+    except StorageError as error:
+        return Witness([], {folder: str(error)})
+    parts: list[WitnessPart] = []
+    rejected: dict[str, str] = {}
+    num_pieces = 0
+    for entry in entries:
+        if num_pieces > MAX_PIECES:
+            rejected[entry.name] = f"the witness of this step has more than {MAX_PIECES} pieces"
+            continue
+        try:
+            with store.open(entry.name) as handle:
+                part = read_part(handle, entry.name)
+        except (DamagedError, StorageError) as error:
+            rejected[entry.name] = str(error)
+            continue
+        if part_name(part.rank) != base_name(entry.name):
+            rejected[entry.name] = f"it is of rank {part.rank}"
+            continue
+        num_pieces += len(part.pieces)
+        parts.append(part)
+    kept, others = usable(parts, step)
+    if not parts and not rejected:
+        return None
+    return Witness(kept, {**rejected, **others}, modified - max((part.taken for part in kept), default=modified))
+
+
+def _is_part(entry: Entry) -> bool:
+    return not entry.is_folder and _PART.fullmatch(base_name(entry.name)) is not None
