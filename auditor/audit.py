@@ -23,7 +23,7 @@ from auditor.invariants.registry import invariants, select
 from auditor.ledger.keeper import Keeper, folder_of, run_name
 from auditor.ledger.record import Asked
 from auditor.ledger.tree import Ledger
-from auditor.model.catalog import Catalog, FileState, Role
+from auditor.model.catalog import Catalog, FileState
 from auditor.model.finding import Finding, Judgement
 from auditor.model.observation import Observations, unobserved
 from auditor.model.run import Commit, PointerState, RunState, StepEvidence, decide_commits, step_state, with_content
@@ -35,7 +35,7 @@ from auditor.observe.executors import executor_of
 from auditor.observe.kernel_choice import choose
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.shares import Everything, Joined, Runner, Share
-from auditor.reports import REACHED, Coverage, Report, RunReport, StepReport
+from auditor.reports import REACHED, Report, RunReport, StepReport
 from auditor.settings import DEFAULTS, Level, Settings
 from auditor.storage.retrying import RetryingStore
 from auditor.storage.store import Entry, StorageError, Store, num_readers
@@ -263,7 +263,7 @@ class _Audit:
         known = self.keeper.recall(catalog, asked) if self.keeper else None
         observations = known.observations if known else self.observe(catalog, asked, folder.path)
         state = with_content(state, catalog, observations)
-        self.count(report.coverage, full, catalog, observations)
+        report.coverage.add(full, catalog, observations)
         named = source.match.named_step
         witness = self.witness(folder.path, full.step, modified) if level >= Level.REPLICAS else None
         evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers, named, witness)
@@ -336,14 +336,6 @@ class _Audit:
         return observe(
             self.store, catalog, asked.rows, self.runner, progress, asked.pairings, kernels, sketched=sketched
         )
-
-    @staticmethod
-    def count(coverage: Coverage, full: Catalog, catalog: Catalog, seen: Observations) -> None:
-        coverage.num_tensors += sum(tensor.role is not Role.PADDING for tensor in catalog.tensors)
-        coverage.num_pieces += len(catalog.pieces)
-        coverage.num_bytes_total += sum(file.num_bytes for file in full.files)
-        coverage.num_bytes_read += seen.num_bytes_read
-        coverage.num_bytes_reread += seen.num_bytes_reread
 
     def conclude(self, report: RunReport, run: RunState) -> None:
         judged: dict[int, dict[str, Judgement]] = {}

@@ -8,8 +8,10 @@ from typing import Literal
 
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.registry import invariants
+from auditor.model.catalog import Catalog, Role
 from auditor.model.finding import Finding, Judgement, Outcome
 from auditor.model.mesh import NO_MESH, Mesh
+from auditor.model.observation import Observations
 from auditor.model.run import StepState
 from auditor.settings import Level, Settings
 
@@ -31,6 +33,14 @@ class Coverage:
     """Of weights."""
     num_bytes_reread: int = 0
     """Once more: of weights, to measure differences; of whole files, to verify checksums."""
+
+    def add(self, full: Catalog, catalog: Catalog, seen: Observations) -> None:
+        """Count a step: all that it stores, and of it what was chosen."""
+        self.num_tensors += sum(tensor.role is not Role.PADDING for tensor in catalog.tensors)
+        self.num_pieces += len(catalog.pieces)
+        self.num_bytes_total += sum(file.num_bytes for file in full.files)
+        self.num_bytes_read += seen.num_bytes_read
+        self.num_bytes_reread += seen.num_bytes_reread
 
 
 @dataclass(frozen=True, slots=True)
