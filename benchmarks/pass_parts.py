@@ -20,7 +20,7 @@ from auditor.model.observation import OBSERVED
 from auditor.model.pairing import Pairing
 from auditor.observe import numpy_kernels, unit
 from auditor.observe.kernel_choice import choose
-from auditor.observe.kernels import Bytes, Kernels, Runs, Side, Stream
+from auditor.observe.kernels import Bytes, Kernels, Rows, Runs, Side, Stream
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.plan import plan
 from auditor.observe.shares import Everything
@@ -53,12 +53,12 @@ class Some:
             self.inner.compare(pairing, left, right, length, start, tally)
 
     def sweep(
-        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], count: int,
-        start: int, totals: NDArray[np.void],
+        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], rows: Rows,
+        totals: NDArray[np.void],
     ) -> int:  # fmt: skip
         if not self.measures:
             streams = [replace(stream, row=-1) for stream in streams]
-        return self.inner.sweep(streams, pairs if self.compares else (), count, start, totals)
+        return self.inner.sweep(streams, pairs if self.compares else (), rows, totals)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from auditor.observe.compiled_sweep import sweeping
 from auditor.observe.compiled_vectors import FORMS, VECTOR, Form
 from auditor.observe.decode import to_float64
 from auditor.observe.digest import WORDS_PER_BLOCK, counting_pattern, word_keys
-from auditor.observe.kernels import Bytes, Runs, Side, Stream, comparable
+from auditor.observe.kernels import Bytes, Rows, Runs, Side, Stream, comparable
 from auditor.observe.numpy_kernels import NumpyKernels
 
 _AT = np.zeros(1, np.int64)
@@ -88,27 +88,23 @@ class CompiledKernels:
         asked.add_to(tally, int(columns[2].sum()))
 
     def sweep(
-        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], count: int,
-        start: int, totals: NDArray[np.void],
+        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], rows: Rows,
+        totals: NDArray[np.void],
     ) -> int:  # fmt: skip
         """As :meth:`~auditor.observe.kernels.Kernels.sweep`."""
         loops = [_comparing(pairing.kind, streams[a].dtype, streams[b].dtype) for pairing, a, b, _ in pairs]
         if None in loops or not all(_is_compiled(stream.dtype) for stream in streams):
             return 0
-        sides = [_swept(stream, totals) for stream in streams]
-        asked = [_Asked(pairing, [_whole(streams[n]) for n in (a, b)], tally) for pairing, a, b, tally in pairs]
-        run = np.zeros(4, np.int64)
-        compared = [
-            (loop.address, run.ctypes.data, one.table.ctypes.data, one.doubles.ctypes.data,
-             *(streams[n].width for n in pair[1:3]))
-            for loop, one, pair in zip(loops, asked, pairs, strict=True)
-        ]  # fmt: skip
         block = min(len(stream.buffer) // stream.width for stream in streams)
-        head = np.array((_pread(), block, start, len(sides), len(pairs)), np.int64)
-        table = np.array(
-            [number for row in (*(numbers for numbers, _ in sides), *compared) for number in row], np.int64
-        )
-        done = int(sweeping(_stamp(), _Loop)(head.ctypes.data, count, table.ctypes.data, 0))
+        columns = np.empty(4 * (block // rows.length + 2), np.int64)
+        asked = [_Asked(pairing, [_whole(streams[n]) for n in (a, b)], tally) for pairing, a, b, tally in pairs]
+        head = [_pread(), block, rows.start, rows.length, rows.step, len(streams), len(pairs)]
+        table = [number for stream in streams for number in _swept(stream, columns, totals)]
+        for loop, one, (_, left, right, _) in zip(loops, asked, pairs, strict=True):
+            addresses = (columns.ctypes.data, one.table.ctypes.data, one.doubles.ctypes.data)
+            table += [loop.address, *addresses, streams[left].width, streams[right].width]
+        numbers, tables = np.array(head, np.int64), np.array(table, np.int64)
+        done = int(sweeping(_stamp(), _Loop)(numbers.ctypes.data, rows.count, tables.ctypes.data, 0))
         for one, (_, _, _, tally) in zip(asked, pairs, strict=True):
             one.add_to(tally, done)
         return done
@@ -146,15 +142,15 @@ def _whole(stream: Stream) -> Side:
     return Side(stream.buffer, stream.dtype, _AT)
 
 
-def _swept(stream: Stream, totals: NDArray[np.void]) -> tuple[list[int], NDArray[np.int64]]:
-    """A stream's numbers for the sweep, and the run that must live as long as they are used."""
-    run = np.array((0, 0, 0, stream.row), np.int64)
+def _swept(stream: Stream, columns: NDArray[np.int64], totals: NDArray[np.void]) -> list[int]:
+    """A stream's numbers for the sweep; ``columns`` is room for a block's runs."""
     numbers = [stream.descriptor, stream.offset, stream.width, _address(stream.buffer)]
     if stream.row < 0:
-        return [*numbers, 0, 0, 0], run
+        return [*numbers, 0, 0, 0, -1]
     room = _room(stream.dtype)
     room.places[2:5] = _rows_address(totals), totals.strides[0], len(totals)
-    return [*numbers, _measuring(room.form).address, run.ctypes.data, room.places.ctypes.data], run
+    addresses = (_measuring(room.form).address, columns.ctypes.data, room.places.ctypes.data)
+    return [*numbers, *addresses, stream.row]
 
 
 def _address(buffer: Bytes) -> int:

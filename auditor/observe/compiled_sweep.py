@@ -15,13 +15,14 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from auditor.observe.compiled_vectors import I64, Builder, Value, inlined, store
+from auditor.observe.compiled_vectors import I64, Builder, Value, inlined, load_64, store
 
-NUM_HEAD, NUM_SIDE, NUM_PAIR = 5, 7, 6
-"""Numbers of the head: address of ``pread``, elements of a block, C-order index of the first element, how many sides
-and pairs there are. Of a side: descriptor, byte of the first element, bytes of an element, and the addresses of its
-buffer, of what measures it (or 0), of its one run and of its places. Of a pair: the addresses of what compares it, of
-its one run, of its table and of its doubles, bytes of an element on the left and on the right."""
+NUM_HEAD, NUM_SIDE, NUM_PAIR = 7, 8, 6
+"""Numbers of the head: address of ``pread``, elements of a block, C-order index of the first element, elements of a
+row, steps in C order from one row to the next, how many sides and pairs there are. Of a side: descriptor, byte of the
+first element, bytes of an element, and the addresses of its buffer, of what measures it (or 0), of room for the columns
+of a block's runs and of its places, and its row of the totals. Of a pair: the addresses of what compares it, of room
+for runs, of its table and of its doubles, bytes of an element on the left and on the right."""
 
 
 @intrinsic
@@ -52,23 +53,55 @@ def _filled(pread: int, side: Any, done: int, size: int) -> bool:
 
 
 @inlined
-def _measured(side: Any, size: int, start: int) -> None:
-    run, places = side[5], side[6]
-    store(run + 8, size)
-    store(run + 16, start)
-    store(places, side[3])
-    store(places + 8, size * side[2])
-    call_address(side[4], run, 1, places, 0)
+def _number(head: Any, done: int, size: int) -> Any:
+    """How many rows, or parts of them, a block is of."""
+    return (done + size - 1) // head[3] - done // head[3] + 1
 
 
 @inlined
-def _compared(pair: Any, size: int, start: int) -> None:
-    run, table = pair[1], pair[2]
-    store(run + 16, size)
-    store(run + 24, start)
+def _runs(head: Any, done: int, size: int, lengths: int, starts: int) -> None:
+    """Write the lengths of a block's runs and where in the tensor they begin."""
+    row, at, n = done // head[3], done % head[3], 0
+    while size > 0:
+        length = min(head[3] - at, size)
+        store(lengths + n, length)
+        store(starts + n, head[2] + row * head[4] + at)
+        size -= length
+        row, at, n = row + 1, 0, n + 8
+
+
+@inlined
+def _offsets(offsets: int, lengths: int, count: int, width: int) -> None:
+    """Write where the runs begin in a buffer."""
+    at = 0
+    for n in range(count):
+        store(offsets + 8 * n, at)
+        at += load_64(lengths + 8 * n) * width
+
+
+@inlined
+def _measured(head: Any, side: Any, done: int, size: int) -> None:
+    count, columns, places = _number(head, done, size), side[5], side[6]
+    lengths = columns + 8 * count
+    _runs(head, done, size, lengths, columns + 16 * count)
+    _offsets(columns, lengths, count, side[2])
+    for n in range(count):
+        store(columns + 24 * count + 8 * n, side[7])
+    store(places, side[3])
+    store(places + 8, size * side[2])
+    call_address(side[4], columns, count, places, 0)
+
+
+@inlined
+def _compared(head: Any, pair: Any, done: int, size: int) -> None:
+    count, columns, table = _number(head, done, size), pair[1], pair[2]
+    lengths = columns + 16 * count
+    _runs(head, done, size, lengths, columns + 24 * count)
+    _offsets(columns, lengths, count, pair[4])
+    _offsets(columns + 8 * count, lengths, count, pair[5])
     store(table + 8, size * pair[4])
     store(table + 24, size * pair[5])
-    call_address(pair[0], run, 1, table, pair[3])
+    call_address(pair[0], columns, count, table, pair[3])
 
 
 @lru_cache
@@ -81,7 +114,7 @@ def sweeping(stamp: int, compiled: Callable[..., Any]) -> Any:
     @compiled
     def sweep(head: Any, count: int, tables: Any, doubles: Any) -> int:
         known = carray(head, NUM_HEAD, np.int64)
-        pread, block, start, num_sides, num_pairs = known[0], known[1], known[2], known[3], known[4]
+        pread, block, num_sides, num_pairs = known[0], known[1], known[5], known[6]
         table = carray(tables, num_sides * NUM_SIDE + num_pairs * NUM_PAIR, np.int64)
         pairs = table[num_sides * NUM_SIDE :]
         done = stamp & 0
@@ -92,9 +125,9 @@ def sweeping(stamp: int, compiled: Callable[..., Any]) -> Any:
                     return done
             for n in range(num_sides):
                 if table[n * NUM_SIDE + 4] != 0:
-                    _measured(table[n * NUM_SIDE : (n + 1) * NUM_SIDE], size, start + done)
+                    _measured(known, table[n * NUM_SIDE : (n + 1) * NUM_SIDE], done, size)
             for n in range(num_pairs):
-                _compared(pairs[n * NUM_PAIR : (n + 1) * NUM_PAIR], size, start + done)
+                _compared(known, pairs[n * NUM_PAIR : (n + 1) * NUM_PAIR], done, size)
             done += size
         return done
 

@@ -55,8 +55,22 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the elements of streams belong in their tensor, which is the same for all of them. Carriers."""
+
+    count: int
+    """Elements of a stream."""
+    start: int
+    """C-order index of the first."""
+    length: int
+    """Elements of a row; the last may have fewer."""
+    step: int
+    """From the first element of a row to that of the next, in the tensor's C order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
-    """Elements that lie without gaps in a local file and in the C order of their tensor."""
+    """Elements that lie without gaps in a local file."""
 
     descriptor: int
     """Of the open file."""
@@ -95,14 +109,14 @@ class Kernels(Protocol):
         """Add what ``pairing`` asks of these runs to ``tally`` (one row of :data:`TALLY`, shape ``(1,)``)."""
 
     def sweep(
-        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], count: int,
-        start: int, totals: NDArray[np.void],
+        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], rows: Rows,
+        totals: NDArray[np.void],
     ) -> int:  # fmt: skip
-        """Read ``count`` carriers of all streams in lock-step, measure them, and compare the pairs.
+        """Read all streams in lock-step, measure them, and compare the pairs.
 
-        ``pairs``: what is compared, number of the left stream and of the right one, and the tally. ``start``: C-order
-        index of the first in the whole tensor, the same for all. Returns how many are done; the others were neither
-        measured nor compared, because a file can't be read there, or 0 because these kernels don't read.
+        ``pairs``: what is compared, number of the left stream and of the right one, and the tally. Returns how many
+        carriers are done; the others were neither measured nor compared, because a file can't be read there, or 0
+        because these kernels don't read.
         """
 
     def sketch(self, buffer: Bytes, dtype: DType, runs: Runs, sketches: NDArray[np.float64]) -> None:

@@ -18,7 +18,7 @@ from auditor.model.observation import OBSERVED
 from auditor.model.pairing import Pairing, PairKind
 from auditor.observe.decode import can_round, largest_pattern, nan_mask, ordered, rounded, to_float64
 from auditor.observe.digest import digest_rows
-from auditor.observe.kernels import Bytes, Runs, Side, Stream
+from auditor.observe.kernels import Bytes, Rows, Runs, Side, Stream
 from auditor.observe.sketch import sketch_rows
 from auditor.observe.statistics import statistics_of_rows
 
@@ -72,8 +72,8 @@ class NumpyKernels:
             compare(pairing, (left.dtype, right.dtype), sides, start[which] + skip, tally)
 
     def sweep(
-        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], count: int,
-        start: int, totals: NDArray[np.void],
+        self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], rows: Rows,
+        totals: NDArray[np.void],
     ) -> int:  # fmt: skip
         """0: these kernels don't read."""
         return 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from auditor.model.catalog import Catalog, Piece, Tensor, c_strides, placed_in_file
 from auditor.model.dtype import DType, Kind
 from auditor.model.region import Box
+from auditor.observe.kernels import Rows
 from auditor.storage.strided import slabs
 
 
@@ -56,6 +57,33 @@ class Cell:
     def straight(self) -> bool:
         """Whether the elements lie without gaps in the tensor and on every side."""
         return len(self.shape) == 1 and all(side.strides == (1,) for side in self.sides)
+
+    @property
+    def rows(self) -> Rows | None:
+        """The elements as rows of one length, where they lie without gaps on every side; None where they don't."""
+        if len(self.shape) > 2 or any(side.strides != (self.shape[-1], 1)[-len(self.shape) :] for side in self.sides):
+            return None
+        return Rows(math.prod(self.shape), self.base, self.shape[-1], self.steps[0])
+
+    def without(self, count: int) -> Iterator[Cell]:
+        """Cells of all elements but the first ``count``; only of a cell that has :attr:`rows`."""
+        length = self.shape[-1]
+        whole, rest = divmod(count, length)
+        if rest:
+            yield self._from(whole, rest, (length - rest,))
+        following = whole + (rest > 0)
+        num_rows = math.prod(self.shape[:-1])
+        if following < num_rows:
+            yield self._from(following, 0, (num_rows - following, length)[-len(self.shape) :])
+
+    def _from(self, row: int, skip: int, shape: tuple[int, ...]) -> Cell:
+        """``shape`` elements from number ``skip`` of a row on."""
+        done, steps = row * self.shape[-1] + skip, self.steps[-len(shape) :]
+        sides = tuple(
+            replace(side, offset=side.offset + done * side.width, strides=side.strides[-len(shape) :])
+            for side in self.sides
+        )
+        return replace(self, shape=shape, steps=steps, base=self.base + row * self.steps[0] + skip, sides=sides)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ its parts are tried one by one, so that what lies before the end of a short file
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -42,6 +42,8 @@ from auditor.storage.strided import view
 
 SWEEP_BYTES = 1 << 20
 """So much the compiled kernels read at once over all sides: it stays in the L2 cache until it is compared."""
+LARGE_BYTES = SWEEP_BYTES // 4
+"""Cells of more bytes are swept, or read by themselves."""
 
 _DONE = int(Read.DONE)
 _DAMAGED = (ShortReadError, UndecodableError)
@@ -92,12 +94,13 @@ class Worker:
             doing = _Doing(self.store, choose(0, self.kernels), unit, result, stack)
             if unit.table is not None:
                 doing.stretches(unit.table)
-            for long, cells in groupby(unit.cells, key=doing.is_long):
-                for cell in cells if long else ():
-                    doing.long(cell)
-                for batch in () if long else batches(cells):
-                    doing.batch(batch)
+            doing.cells(unit.cells)
         return result
+
+
+def _is_long(cell: Cell) -> bool:
+    """Whether a cell is read block by block, without a thought about neighbours."""
+    return cell.straight and cell.num_bytes > BUFFER_BYTES
 
 
 @dataclass
@@ -158,24 +161,6 @@ class _Doing:
         read = self.result.observed["read"]
         read[rows] = np.maximum(read[rows], _DONE)
 
-    def is_long(self, cell: Cell) -> bool:
-        """Whether a cell is read block by block, without a thought about neighbours."""
-        return cell.straight and cell.num_bytes > self.long_bytes
-
-    @property
-    def sweeps(self) -> bool:
-        """Whether the kernels read by themselves; not where bytes are wanted for a sketch as well."""
-        return self.kernels.sweeps and self.unit.sketch_of is None
-
-    @cached_property
-    def long_bytes(self) -> int:
-        """Where files are read by the kernels, looking for neighbours soon costs more than another read."""
-        try:
-            swept = self.sweeps and descriptor_of(self.handle(0)) is not None
-        except StorageError:
-            swept = False
-        return SWEEP_BYTES // 4 if swept else BUFFER_BYTES
-
     # Whole stretches of one file
 
     def stretches(self, table: Table) -> None:
@@ -198,10 +183,10 @@ class _Doing:
                 self.attempt(part.take(slice(at, at + 1)), sizes[at : at + 1])
 
     def window(self, table: Table, sizes: NDArray[np.int64]) -> None:
-        """Read stretches that fit the buffer together, or one that takes several reads."""
+        """Read stretches that fit the buffer together, or a large one by itself."""
         first, last = int(table.offset[0]), int((table.offset + sizes).max())
-        if last - first > (self.long_bytes if len(table) == 1 else BUFFER_BYTES):
-            self.long(_cell_of(table, self.unit.dtypes))
+        if len(table) == 1 and last - first > LARGE_BYTES:
+            self.cells([_cell_of(table, self.unit.dtypes)])
             return
         buffer = _buffer(0, last - first)
         if last > first:
@@ -219,12 +204,66 @@ class _Doing:
 
     # Cells of several files
 
+    def cells(self, cells: Iterable[Cell]) -> None:
+        """Read, measure and compare cells: the kernels read by themselves what they can."""
+        for swept, some in groupby(cells, key=self.is_swept):
+            if swept:
+                self.read([rest for cell in some for rest in cell.without(self.sweep(cell))])
+            else:
+                self.read(some)
+
+    def read(self, cells: Iterable[Cell]) -> None:
+        """Read, measure and compare cells here: large ones block by block, small neighbours together."""
+        for long, alike in groupby(cells, key=_is_long):
+            for cell in alike if long else ():
+                self.long(cell)
+            for batch in () if long else batches(alike):
+                self.batch(batch)
+
+    def is_swept(self, cell: Cell) -> bool:
+        """Whether it is worth a sweep of its own; small neighbours are sooner read together."""
+        return self.sweeps and cell.num_bytes > LARGE_BYTES and cell.rows is not None
+
+    @cached_property
+    def sweeps(self) -> bool:
+        """Whether the unit's files can be swept; not where bytes are wanted for a sketch as well."""
+        try:
+            return self.kernels.sweeps and self.unit.sketch_of is None and descriptor_of(self.handle(0)) is not None
+        except StorageError:
+            return False
+
+    def sweep(self, cell: Cell) -> int:
+        """Let the kernels read a cell; how many elements are done."""
+        block = max(1, SWEEP_BYTES // sum(side.width for side in cell.sides))
+        streams = []
+        for number, side in enumerate(cell.sides):
+            try:
+                descriptor = descriptor_of(self.handle(side.file))
+            except StorageError:
+                descriptor = None
+            if descriptor is None:
+                return 0
+            buffer = _buffer(2 * number, block * side.width)
+            streams.append(Stream(descriptor, side.offset, side.dtype, side.row, buffer))
+        pairs = [
+            (self.unit.pairings[tally], left, right, self.result.tallies[tally : tally + 1])
+            for tally, left, right in cell.pairs
+        ]
+        done = self.kernels.sweep(streams, pairs, cell.rows, self.result.observed) if cell.rows else 0
+        for side in cell.sides if done else ():
+            if side.row >= 0:
+                self.result.num_bytes_read += done * side.width
+                self.done([side.row])
+            else:
+                self.result.num_bytes_reread += done * side.width
+        return done
+
     def long(self, cell: Cell) -> None:
-        """Read, measure and compare a long straight cell block by block; where the kernels can't, so can Python."""
+        """Read, measure and compare a long straight cell block by block."""
         (num_elements,), at = cell.shape, np.zeros(1, np.int64)
         block = max(1, BUFFER_BYTES // sum(side.width for side in cell.sides))
         rows = [np.array([side.row]) for side in cell.sides]
-        for first in range(self.sweep(cell), num_elements, block):
+        for first in range(0, num_elements, block):
             count = min(block, num_elements - first)
             length, start = np.array([count]), np.array([cell.base + first])
             try:
@@ -243,34 +282,6 @@ class _Doing:
                 self.compare(tally, one, other, length, start)
         # Parts that could not be read have left their mark, and it counts for more.
         self.done([side.row for side in cell.sides if side.row >= 0])
-
-    def sweep(self, cell: Cell) -> int:
-        """Let the kernels read a straight cell from local files; how many elements are done."""
-        if not self.sweeps:
-            return 0
-        (num_elements,) = cell.shape
-        block = max(1, SWEEP_BYTES // sum(side.width for side in cell.sides))
-        streams = []
-        for number, side in enumerate(cell.sides):
-            try:
-                descriptor = descriptor_of(self.handle(side.file))
-            except StorageError:
-                descriptor = None
-            if descriptor is None:
-                return 0
-            buffer = _buffer(2 * number, block * side.width)
-            streams.append(Stream(descriptor, side.offset, side.dtype, side.row, buffer))
-        pairs = [
-            (self.unit.pairings[tally], left, right, self.result.tallies[tally : tally + 1])
-            for tally, left, right in cell.pairs
-        ]
-        done = self.kernels.sweep(streams, pairs, num_elements, cell.base, self.result.observed)
-        for side in cell.sides:
-            if side.row >= 0:
-                self.result.num_bytes_read += done * side.width
-            else:
-                self.result.num_bytes_reread += done * side.width
-        return done
 
     def straight(self, side: Side, number: int, first: int, count: int) -> Bytes:
         """Elements of a straight side, in the buffer ``number``."""
