@@ -31,7 +31,12 @@ class Folder:
     """By name within the folder."""
     folders: Mapping[str, Entry]
     alone: bool = False
-    """Whether the user named the one file that is in it: nothing is known of what lies beside that."""
+    """Whether it is one file: nothing is known of what lies beside that."""
+
+    @classmethod
+    def of_file(cls, entry: Entry) -> Folder:
+        """A file that is a step by itself: it has the step's path, and no name in it."""
+        return cls(entry.name, {"": entry}, {}, alone=True)
 
     @classmethod
     def read(cls, store: Store, path: str) -> Folder:
@@ -104,6 +109,18 @@ class TreeAdapter(Protocol):
 
     def files(self, store: Store, folder: Folder) -> Iterator[Entry]:
         """Every file of a step."""
+
+
+@runtime_checkable
+class FileStepsAdapter(Protocol):
+    """An adapter of a format whose steps are files, many of them in one folder."""
+
+    def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Entry]]:
+        """Files of a folder that may be steps by themselves, by series; each is then to be recognised.
+
+        Raises:
+            StorageError: storage failed.
+        """
 
 
 class Adapter(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from auditor.adapters.adapter import Adapter, Declined, Folder, Match, Options, Pointer
+from auditor.adapters.adapter import Adapter, Declined, FileStepsAdapter, Folder, Match, Options, Pointer
 from auditor.adapters.registry import adapters, recognise
 from auditor.containers.signature import looks_like
 from auditor.containers.zarr_names import escape
@@ -123,14 +123,43 @@ def _search(
         else:
             nearest.consider(child.path, found)
             others.append(child)
+    series = [] if isinstance(verdict, tuple) else list(_series(store, folder, nearest))
+    if len(series) == 1:
+        run.steps += series[0].steps
+        run.unrecognised |= series[0].unrecognised
+    elif series:
+        yield from series
     if run.steps:
         yield _as_run(store, folder, run, others)
-    elif len(above) < MAX_DEPTH and not isinstance(verdict, tuple):
+    elif not series and len(above) < MAX_DEPTH and not isinstance(verdict, tuple):
         for child in others:
             identity = folder.folders[base_name(child.path)].identity
             # A link to a folder that it lies in leads to nothing new; a hundred of them would to a million folders.
             if not identity or identity not in above:
                 yield from _search(store, child, (*above, identity), seen, nearest)
+
+
+def _series(store: Store, folder: Folder, nearest: _Nearest) -> Iterator[RunSource]:
+    """Files of ``folder`` that are steps by themselves: each series a run, in order."""
+    for adapter in adapters():
+        for entries in adapter.step_files(store, folder) if isinstance(adapter, FileStepsAdapter) else ():
+            names = {_stem(entry.name) for entry in entries}
+            run = RunSource(f"{folder.path}/{min(names)}".lstrip("/"), [])
+            for entry in entries:
+                own = Folder.of_file(entry)
+                try:
+                    verdict = adapter.recognise(store, own)
+                except StorageError as error:
+                    run.unrecognised[entry.name] = str(error)
+                    continue
+                if isinstance(verdict, Match):
+                    run.steps.append(StepSource(own, adapter, verdict))
+                else:
+                    nearest.consider(entry.name, {adapter.name: verdict})
+                    run.unrecognised[entry.name] = verdict.reason
+            run.steps.sort(key=lambda source: (source.match.step, source.folder.path))
+            if run.steps:
+                yield run
 
 
 def _as_run(store: Store, folder: Folder, run: RunSource, others: list[Folder]) -> RunSource:

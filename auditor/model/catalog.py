@@ -336,8 +336,8 @@ class Catalog:
         )
 
     def within(self, path: str) -> str:
-        """A file's path below its step: what it is called in every step."""
-        return path.removeprefix(f"{self.path}/") if self.path else path
+        """A file's path below its step: what it is called in every step. A file that is a step is ``its file``."""
+        return "its file" if path == self.path != "" else path.removeprefix(f"{self.path}/") if self.path else path
 
     def file_of(self, piece: int) -> File:
         """The file in which a piece lies."""

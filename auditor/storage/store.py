@@ -145,8 +145,8 @@ def num_readers(store: Store) -> int:
 
 
 def join(folder: str, name: str) -> str:
-    """``name`` in ``folder``, both relative to the root."""
-    return f"{folder}/{name}" if folder else name
+    """``name`` in ``folder``, both relative to the root. A file that is a step by itself has no name in its step."""
+    return f"{folder}/{name}" if folder and name else folder or name
 
 
 def base_name(name: str) -> str:
