@@ -68,6 +68,8 @@ class Match:
     """What in the folder's content says so."""
     named_step: int | None = None
     """The step that the folder's name tells, where the framework itself gives such names and ``step`` is recorded."""
+    holds: tuple[str, ...] = ()
+    """Folders in it that are part of this step, though they would be recognised by themselves."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from auditor.model.catalog import Catalog, File, Problem, Role, Scalar, Tensor
 from auditor.model.dtype import DType
 from auditor.model.encoding import Encoding
 from auditor.model.mesh import Coordinate, Mesh, Placement
-from auditor.model.optimizer import ParameterGroup, Tie
+from auditor.model.optimizer import Export, ParameterGroup, Tie
 from auditor.model.pieces_builder import PiecesBuilder
 from auditor.model.region import Box, Region
 
@@ -45,6 +45,7 @@ class CatalogBuilder:
         self.problems: list[Problem] = []
         self.groups: list[ParameterGroup] = []
         self.ties: list[Tie] = []
+        self.exports: list[Export] = []
 
     def file(self, file: File) -> int:
         """Add a file; its number."""
@@ -115,5 +116,5 @@ class CatalogBuilder:
         return Catalog(
             step, path, format_name, mesh, tuple(self._tensors), tuple(self._replicas), self._pieces.build(),
             tuple(self._files), tuple(self.scalars), tuple(self.problems), dict(opaque), tuple(unclaimed),
-            groups=tuple(self.groups), ties=tuple(self.ties),
+            groups=tuple(self.groups), ties=tuple(self.ties), exports=tuple(self.exports),
         )  # fmt: skip

@@ -8,11 +8,13 @@ Source: DeepSpeed ``runtime/engine.py``, ``utils/zero_to_fp32.py``.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.deepspeed_catalog import EngineReading
 from auditor.adapters.deepspeed_files import MODEL, ZERO
 from auditor.adapters.deepspeed_records import step_in, step_pointer
+from auditor.adapters.deepspeed_wrapped import inner_folder
 from auditor.adapters.step_file import StepFile
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Store, base_name
@@ -20,6 +22,7 @@ from auditor.storage.store import Store, base_name
 _STEP_FOLDER = re.compile(r"(?:.*\D)?(\d{1,15})")
 _OWN_NAME = re.compile(r"global_step(\d{1,15})")
 """What DeepSpeed calls a step; people may call it anything (``save_checkpoint(tag=…)``)."""
+_TRAINERS_NAME = re.compile(r"checkpoint-(\d{1,15})")
 _LAYER = re.compile(r"layer_\d+-.*model_states\.pt")
 _MAX_TRIED = 16
 """Model files that are opened to recognise a step, of thousands."""
@@ -32,8 +35,23 @@ class DeepSpeed:
     looks_for = "mp_rank_*_model_states.pt or zero_pp_rank_*_model_states.pt that records global_steps and a module"
 
     def recognise(self, store: Store, folder: Folder) -> Match | Declined:
-        """By the names of model files, and by what one of them records."""
+        """By the names of model files, and by what one of them records; of a trainer's folder, those inside it."""
+        inner = inner_folder(store, folder)
+        if inner is None:
+            return self._recognise(store, folder)
+        found = self._recognise(store, inner) if inner.files else None
+        named = _TRAINERS_NAME.fullmatch(folder_name(store, folder))
+        held = tuple(name for name in folder.folders if name == base_name(inner.path) or _OWN_NAME.fullmatch(name))
+        if isinstance(found, Match):
+            return replace(found, named_step=int(named[1]) if named else None, holds=held)
+        if inner.files or not named:
+            return found or Declined(f"latest names {base_name(inner.path)}, which is not there", 0.7)
+        return Match(int(named[1]), f"a Trainer's folder; latest names {base_name(inner.path)}, which is not there")
+
+    def _recognise(self, store: Store, folder: Folder) -> Match | Declined:
         models = [name for name in folder.files if MODEL.fullmatch(name)]
+        if "zero" in folder.folders and not any(ZERO.fullmatch(name) for name in folder.files):
+            return Declined("its optimizer state lies in zero/: a universal checkpoint", 0.6)
         if any(_LAYER.fullmatch(name) for name in folder.files):
             return Declined("layer_* files: a pipeline's", 0.5)
         if not models:
@@ -68,4 +86,6 @@ class DeepSpeed:
 
     def read(self, store: Store, folder: Folder, match: Match, options: Options) -> Catalog:
         """The Catalog of one step."""
-        return EngineReading(store, folder, options).catalog(match.step, self.name)
+        inner = inner_folder(store, folder)
+        outer = folder if inner else None
+        return EngineReading(store, inner or folder, options, outer).catalog(match.step, self.name)

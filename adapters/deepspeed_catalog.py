@@ -12,6 +12,7 @@ from auditor.adapters.deepspeed_layout import LOCAL_EXPERT, EngineLayout, module
 from auditor.adapters.deepspeed_records import Shapes, count_in, renamed, shapes_in
 from auditor.adapters.deepspeed_states import PlainStates
 from auditor.adapters.deepspeed_weights import EngineWeights
+from auditor.adapters.deepspeed_wrapped import Beside
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.ties import distinct, in_one_storage
 from auditor.model.catalog import Catalog, FileState, Problem, ProblemKind, Role, Scalar
@@ -23,8 +24,9 @@ from auditor.storage.store import Store, join
 class EngineReading:
     """One step being read."""
 
-    def __init__(self, store: Store, folder: Folder, options: Options) -> None:
-        self.store, self.folder, self.options = store, folder, options
+    def __init__(self, store: Store, folder: Folder, options: Options, outer: Folder | None = None) -> None:
+        """``outer``: the trainer's folder that is the step, where DeepSpeed's files lie in one inside it."""
+        self.store, self.folder, self.options, self.outer = store, folder, options, outer
         self.files: EngineFiles = read_engine_files(store, folder, names_only=options.names_only)
         self.mesh = self.files.mesh
         self.layout = EngineLayout(self.files, options)
@@ -54,9 +56,24 @@ class EngineReading:
             self.builder.problems.append(Problem(ProblemKind.LEFTOVER, join(self.folder.path, name), message))
         for name, what in self.files.impossible.items():
             self.builder.problems.append(Problem(ProblemKind.METADATA, join(self.folder.path, name), what))
+        beside = self._add_beside(self.outer) if self.outer else None
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if not is_engine_file(name)]
-        catalog = self.builder.build(step, self.folder.path, format_name, self.mesh, self.files.opaque(), unclaimed)
-        return replace(catalog, masters_alone=self.files.stage_3)
+        if beside:
+            unclaimed += [join(beside.outer.path, name) for name in beside.outer.files if name not in beside.claimed]
+        path = self.outer.path if self.outer else self.folder.path
+        catalog = self.builder.build(step, path, format_name, self.mesh, self.files.opaque(), unclaimed)
+        implied = "" if beside and beside.has_export else None
+        return replace(catalog, masters_alone=self.files.stage_3, not_implied=implied)
+
+    def _add_beside(self, outer: Folder) -> Beside:
+        """What a trainer put beside DeepSpeed's own files."""
+        beside = Beside(self.builder, self.store, outer)
+        if not self.options.names_only:
+            tied = {name: tie.names[0] for tie in self.builder.ties for name in tie.names[1:]}
+            shapes = {**self.layout.trained, **self.layout.frozen} or self._module_shapes(self.files.models[0, 0])
+            ranks = [self.files.coordinate((dp, tp)) for dp in range(self.files.dp) for tp in range(self.files.tp)]
+            beside.add(shapes, tied, self.layout.orders, ranks)
+        return beside
 
     def _problem(self, kind: ProblemKind, file: StepFile, message: str, coordinate: Coordinate) -> None:
         self.builder.problems.append(Problem(kind, join(self.folder.path, file.name), message, coordinate))

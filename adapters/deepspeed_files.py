@@ -87,10 +87,13 @@ def is_engine_file(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in (MODEL, ZERO, EXPERT, EXPERT_STATE))
 
 
-def read_engine_files(store: Store, folder: Folder, *, names_only: bool = False) -> EngineFiles:
+def read_engine_files(
+    store: Store, folder: Folder, *, names_only: bool = False, universal: bool = False
+) -> EngineFiles:  # fmt: skip
     """Read every file of the step, then add those that the recorded sizes imply.
 
-    ``names_only``: open the first readable model file alone, which says what must be there.
+    ``names_only``: open the first readable model file alone, which says what must be there. ``universal``: optimizer
+    state lies in other files.
     """
     found = EngineFiles(any(match[1] for name in folder.files if (match := MODEL.fullmatch(name))))
     budget, told = RecordBudget(), False
@@ -104,7 +107,7 @@ def read_engine_files(store: Store, folder: Folder, *, names_only: bool = False)
         _sort_in(found, name, file)
     _set_degrees(found)
     _take_foreign(found)
-    _add_absent(found)
+    _add_absent(found, zeros=not universal)
     _add_absent_experts(found)
     return found
 
@@ -171,13 +174,13 @@ def _take_foreign(found: EngineFiles) -> None:
         found.leftovers += [files.pop(rank).name for rank in foreign]
 
 
-def _add_absent(found: EngineFiles) -> None:
-    """Add the ranks' files that the recorded sizes imply."""
+def _add_absent(found: EngineFiles, *, zeros: bool) -> None:
+    """Add the ranks' files that the recorded sizes imply; ``zeros``: zero files, too."""
     every = [(dp, tp) for dp in range(found.dp) for tp in range(found.tp)]
     for dp, tp in every if found.stage_3 else [(0, tp) for tp in range(found.tp)]:
         prefix = f"zero_pp_rank_{dp}_" if found.stage_3 else ""
         found.models.setdefault((dp, tp), StepFile.absent(f"{prefix}mp_rank_{tp:02d}_model_states.pt"))
-    if not found.zeros and not _kept_apart(found):
+    if not zeros or (not found.zeros and not _kept_apart(found)):
         return
     config = next((file.tree.get("ds_config") for file in found.models.values() if file.tree), None)
     prefix = "bf16_" if dig(config, "bf16", "enabled") is True else ""

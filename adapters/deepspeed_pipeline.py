@@ -36,6 +36,8 @@ class DeepSpeedPipeline:
         models = [name for name in folder.files if MODEL.fullmatch(name)]
         layers = [name for name in folder.files if LAYER.fullmatch(name)]
         zeros = [name for name in folder.files if ZERO.fullmatch(name)]
+        if "zero" in folder.folders and not zeros:
+            return Declined("its optimizer state lies in zero/: a universal checkpoint", 0.6)
         if not models and not layers:
             return Declined("no file is called mp_rank_*_model_states.pt or layer_*", 0.3 if zeros else 0.0)
         number = _STEP_FOLDER.fullmatch(base_name(folder.path))

@@ -97,8 +97,9 @@ class PipelineReading:
             for tp, file in files:
                 coordinate = self.layout.stage_of_layer(layer).merged(Coordinate.of(tp=tp))
                 name = f"{self.layout.prefixes[layer]}{key}"
-                part = self.layout.part(name, Role.PARAMETER, local, coordinate)
-                tensor = self.builder.tensor_of(part, Role.PARAMETER, dtype)
+                role = Role.BUFFER if self.layout.is_buffer(name, key) else Role.PARAMETER
+                part = self.layout.part(name, role, local, coordinate)
+                tensor = self.builder.tensor_of(part, role, dtype)
                 self._add_weight(tensor, part, file, key, dtype, coordinate)
 
     def _add_unstored_tied(self) -> None:

@@ -24,6 +24,8 @@ _TIED = re.compile(r"tied_modules\.[^.]+\.")
 _NUMBERED = re.compile(r"(\d{1,6})\.")
 _POSITIONS = "position_embeddings.weight"
 _ORDER_PER_LAYER = 1 << 20
+_OF_LAYERS = (Role.PARAMETER, Role.BUFFER)
+"""What layer files hold."""
 
 
 class Layout:
@@ -46,6 +48,8 @@ class Layout:
         for name, shape in self.shapes.items():
             key = self.key_of(name)
             self._by_prefix.setdefault(name[: len(name) - len(key)], {})[key] = shape
+        recorded = (file.tree.get("buffer_names") for file in files.models.values())
+        self.buffers = {str(name) for names in recorded if isinstance(names, list) for name in names}
         args = next(filter(None, (megatron_args(file) for _, file in sorted(files.models.items()))), {})
         self.sizes = sizes_from(args, self.shapes)
         self.layers: dict[int, dict[str, tuple[int, ...]]] = {}
@@ -75,6 +79,12 @@ class Layout:
             )
             prefix = next(tied, prefix)
         self.prefixes[layer], self.layers[layer] = prefix, {**keys, **self._by_prefix.get(prefix, {})}
+
+    def is_buffer(self, name: str, key: str) -> bool:
+        """Whether a file's ``key``, in the model ``name``, is a buffer; what is tied may be known by its key alone."""
+        return name in self.buffers or any(
+            _TIED.match(other) and other.endswith(f".{key}") for other in self.buffers - self.shapes.keys()
+        )
 
     def unstored_tied(self) -> dict[str, tuple[int, ...]]:
         """Names and local shapes of tied modules of which no layer file is there, not even a damaged one's name."""
@@ -127,12 +137,12 @@ class Layout:
         assert placed.how is not None
         placement: Placement = {"tp": placed.how}
         axes: Mapping[str, Sequence[int]] = {
-            "pp": tuple(stages) if role is not Role.PARAMETER else (),
+            "pp": tuple(stages) if role not in _OF_LAYERS else (),
             "tp": range(self.degrees.tp) if isinstance(placed.how, Replicate) else (),
         }
         axes = {axis: indices for axis, indices in axes.items() if len(indices) > 1}
         # Weights are written by data-parallel rank 0 and by the first stage alone.
-        once = {"pp": len(stages), "dp": self.degrees.dp} if role is Role.PARAMETER else {}
+        once = {"pp": len(stages), "dp": self.degrees.dp} if role in _OF_LAYERS else {}
         return Part(
             name, order, global_shape(local, placement, self.degrees.mesh),
             ((local_box(local, placement, self.degrees.mesh, coordinate), 0),), tuple(axes),

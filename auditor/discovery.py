@@ -102,8 +102,9 @@ def _search(
     run = RunSource(folder.path, [])
     others: list[Folder] = []
     identities: set[str] = set()
+    held = verdict[1].holds if isinstance(verdict, tuple) else ()
     for name, entry in folder.folders.items():
-        if name == OURS:
+        if name == OURS or name in held:
             continue
         seen[0] += 1
         if seen[0] > MAX_FOLDERS:

@@ -17,6 +17,7 @@ from auditor.invariants import (
     optimizer_records,
     optimizer_twins,
     optimizer_values,
+    reference,
     replica,
     security,
     tying,
@@ -26,7 +27,7 @@ from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
     integrity, integrity_runs, coverage, metadata, replica, cast, optimizer, optimizer_records, optimizer_values,
-    optimizer_twins, numerics, tying, security, configuration, witnessed,
+    optimizer_twins, numerics, tying, reference, security, configuration, witnessed,
 )  # fmt: skip
 
 

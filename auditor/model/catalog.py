@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from auditor.model.dtype import DType
 from auditor.model.encoding import Encoding
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh, Replicate, Shard
-from auditor.model.optimizer import ParameterGroup, Tie, parameter_of
+from auditor.model.optimizer import Export, ParameterGroup, Tie, parameter_of
 from auditor.model.region import Box, FlatRange, Region
 
 
@@ -293,6 +293,8 @@ class Catalog:
     """The optimizer's parameter groups, one entry a file and group."""
     ties: tuple[Tie, ...] = ()
     """Parameters that are said to be tied."""
+    exports: tuple[Export, ...] = ()
+    """Parameters that are stored once more for others to load."""
     unseen: str = ""
     """Why it isn't known whether files are there that belong to these; empty where it is."""
     masters_alone: bool = False

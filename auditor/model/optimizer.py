@@ -1,4 +1,4 @@
-"""What a checkpoint records of its optimizer besides tensors, and which parameters it says are tied."""
+"""What a checkpoint records of its optimizer besides tensors; which parameters are tied, which stored once more."""
 
 from __future__ import annotations
 
@@ -37,6 +37,18 @@ class Tie:
     """The one that is stored in any case first (the embedding), then its other users."""
     source: str
     """What says so: ``config.json: tie_word_embeddings``, ``one storage in model.pt`` …"""
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """A parameter that is stored once more, for others to load: in a file made from the weights or their masters."""
+
+    tensor: str
+    """Name of the tensor that is the copy, of role parameter."""
+    source: str
+    """Name of the parameter."""
+    file: str
+    """Path below the root of the file that holds the copy."""
 
 
 def parameter_of(moment: str) -> str:

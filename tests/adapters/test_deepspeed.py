@@ -8,11 +8,14 @@ import pytest
 from auditor.adapters.adapter import Folder, Match, Options
 from auditor.adapters.deepspeed import DeepSpeed
 from auditor.adapters.deepspeed_pipeline import DeepSpeedPipeline
+from auditor.adapters.deepspeed_universal import DeepSpeedUniversal
 from auditor.audit import audit
 from auditor.model.catalog import FileState, Role
+from auditor.model.finding import Severity
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
 from auditor.testing.adapter_contract import AdapterContract
+from tests.adapters.test_dcp import digests
 from tests.paths import HEALTHY, ROOT, TP4
 from tests.rewriting import deepspeed  # noqa: F401
 
@@ -145,6 +148,41 @@ class TestPipelineContract(AdapterContract):
         return as_bytes({"parameter": found})
 
 
+@pytest.mark.usefixtures("deepspeed")
+class TestUniversalContract(AdapterContract):
+    adapter = DeepSpeedUniversal()
+    checkpoints = (
+        FIXTURES / "same_universal_from_zero2" / "global_step2_universal",
+        FIXTURES / "same_universal_from_zero3" / "global_step2_universal",
+    )
+    foreign = (FIXTURES / "same_zero2_dp3" / "global_step2", FIXTURES / "same_universal_from_zero2")
+
+    def framework_arrays(self, path):
+        names = {"fp32": "master", "exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
+        found = {role: {} for role in names.values()}
+        for folder in (path / "zero").iterdir():
+            for key, role in names.items():
+                if (folder / f"{key}.pt").exists() and folder.name != "embed.offsets":
+                    (stored,) = load(folder, f"{key}.pt")
+                    found[role][folder.name] = stored["param"] if isinstance(stored, dict) else stored
+        return as_bytes(found)
+
+
+@pytest.mark.usefixtures("deepspeed")
+class TestTrainerContract(AdapterContract):
+    adapter = ADAPTER
+    checkpoints = (FIXTURES / "trainer_zero2" / "checkpoint-4", FIXTURES / "trainer_zero3" / "checkpoint-4")
+    foreign = (FIXTURES / "trainer_zero2",)
+
+    def framework_arrays(self, path):
+        pytest.importorskip("torch")
+        from safetensors.torch import load_file
+
+        exported = {f"{name}@model.safetensors": value for name, value in load_file(path / "model.safetensors").items()}
+        found = merged(path / "global_step4")
+        return as_bytes(found | {"parameter": found["parameter"] | exported})
+
+
 def read(store, path="", **options):
     folder = Folder.read(store, path)
     match = ADAPTER.recognise(store, folder)
@@ -159,8 +197,17 @@ def objects(name, step):
 @pytest.mark.parametrize("name", sorted(path.name for path in FIXTURES.iterdir() if path.is_dir()))
 def test_healthy_runs_are_silent(name):
     (run,) = audit(LocalStore(FIXTURES / name)).runs
-    assert run.findings == []
+    assert [finding.id for finding in run.findings if name != "zero2_round_robin"] == []
     assert run.last_good is not None
+
+
+def test_a_mapping_by_which_only_converters_go_is_a_warning():
+    """DeepSpeed records it for the order before parameters were dealt out; the buffers themselves are right."""
+    (run,) = audit(LocalStore(FIXTURES / "zero2_round_robin")).runs
+    (finding,) = run.findings
+    assert (finding.id, finding.severity) == ("MET002", Severity.WARNING)
+    assert "universal checkpoints come out wrong" in finding.locations[0].detail
+    assert run.last_good.step == 2
 
 
 def test_stage_3_keeps_masters_alone():
@@ -180,3 +227,34 @@ def test_missing_files_are_known_from_recorded_sizes(name, num_files):
             continue
         catalog = read(MemoryStore(left))
         assert [file.name for file in catalog.files if file.state is FileState.MISSING] == [lost]
+
+
+# One state in many layouts
+
+CALLED = (("tied_modules.embed.", "embed."), ("1.", "blocks.0."), ("2.", "blocks.1."), ("3.", "last."))
+
+
+def plain(name):
+    """A pipeline numbers its layers."""
+    return next((new + name.removeprefix(old) for old, new in CALLED if name.startswith(old)), name)
+
+
+def test_one_state_has_one_digest_in_every_layout():
+    """Stages 1 to 3 on 2, 3 and 4 ranks, a pipeline, universal checkpoints: parameter, master and both moments."""
+    roles = ("parameter", "master", "first_moment", "second_moment")
+    found = {
+        path.name: {
+            (role, plain(name)): what
+            for (role, name), what in digests(path).items()
+            if role in roles and "@" not in name and name != "head.weight"
+        }
+        for path in sorted(FIXTURES.glob("same_*"))
+    }
+    assert len(found) == 12
+    first = found["same_zero1_dp2"]
+    assert len(first) == 4 * 18
+    assert len({next(iter(what)) for what in first.values()}) == 4 * 18
+    for name, tensors in found.items():
+        # Stage 3 keeps no weights; of the second stage's part of a tied module the masters alone.
+        assert {key: what for key, what in first.items() if key in tensors} == tensors, name
+        assert first.keys() - tensors.keys() == {key for key in first if "zero3" in name and key[0] == "parameter"}
