@@ -53,7 +53,7 @@ def stored(
     """The leaves of a file's tree that are arrays or numbers; and dtypes that aren't read, with how many have them."""
     found, unknown = list[Stored](), dict[str, int]()
     for path, node in leaves:
-        if isinstance(node, FlaxArray) and (node.dtype is None or node.dtype.bits < 8):
+        if isinstance(node, FlaxArray) and node.dtype is None:
             name = f"dtype {node.dtype_name[:32]}"
             unknown[name] = unknown.get(name, 0) + 1
         elif isinstance(node, FlaxArray) and node.dtype is not None:

@@ -124,12 +124,8 @@ def _search(
         else:
             nearest.consider(child.path, found)
             others.append(child)
-    series = [] if isinstance(verdict, tuple) else list(_series(store, folder, nearest))
-    if len(series) == 1:
-        run.steps += series[0].steps
-        run.unrecognised |= series[0].unrecognised
-    elif series:
-        yield from series
+    series = [] if isinstance(verdict, tuple) else _series(store, folder, nearest, run)
+    yield from series
     if run.steps:
         yield _as_run(store, folder, run, others)
     elif not series and len(above) < MAX_DEPTH and not isinstance(verdict, tuple):
@@ -140,8 +136,17 @@ def _search(
                 yield from _search(store, child, (*above, identity), seen, nearest)
 
 
-def _series(store: Store, folder: Folder, nearest: _Nearest) -> Iterator[RunSource]:
-    """Files of ``folder`` that are steps by themselves: each series a run, in order."""
+def _series(store: Store, folder: Folder, nearest: _Nearest, run: RunSource) -> list[RunSource]:
+    """Files of ``folder`` that are steps by themselves: one series is of ``run``, of several each is a run."""
+    series = list(_file_runs(store, folder, nearest))
+    if len(series) != 1:
+        return series
+    run.steps += series[0].steps
+    run.unrecognised |= series[0].unrecognised
+    return []
+
+
+def _file_runs(store: Store, folder: Folder, nearest: _Nearest) -> Iterator[RunSource]:
     for adapter in adapters():
         for entries in adapter.step_files(store, folder) if isinstance(adapter, FileStepsAdapter) else ():
             names = {_stem(entry.name) for entry in entries}
