@@ -57,14 +57,15 @@ Progress = Callable[[str, int], None]
 def audit(
     store: Store, settings: Settings = DEFAULTS, *, executor: Executor | None = None,
     progress: Progress = lambda path, num_bytes: None, now: float | None = None, shares: Store | None = None,
-    ledger: Ledger | None = None,
+    ledger: Ledger | None = None, run: str = "",
 ) -> Report:  # fmt: skip
     """Audit everything below the store's root.
 
     ``executor``: where units of work run; a thread pool of ``settings.threads`` by default. ``now``: the time against
     which ``settle`` is held, seconds since the epoch. ``shares``: a folder to which :func:`audit_share` was written in
     several processes; what they measured is not read again. ``ledger``: where what was measured and said is kept; of
-    steps that it knows and that did not change no weights are read.
+    steps that it knows and that did not change no weights are read. ``run``: what the run is called in the ledger; its
+    folder's name by default.
 
     Raises:
         NothingToAuditError: there is no checkpoint, or no step that was asked for.
@@ -76,7 +77,7 @@ def audit(
     begun = time.time() if now is None else now
     with _means(store, settings, executor) as (readable, workers):
         runner = Joined.of(shares) if shares else Everything(workers)
-        job = replace(_audit_of(readable, settings, workers, runner, progress, begun), ledger=ledger)
+        job = replace(_audit_of(readable, settings, workers, runner, progress, begun), ledger=ledger, run_name=run)
         sources = discover(readable)
         with ledger.writer.locked() if ledger and ledger.writer else nullcontext():
             runs = [job.run(source) for source in sources]
@@ -169,6 +170,7 @@ class _Audit:
     listed: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
     """Path of a step to its files, once they were listed."""
     ledger: Ledger | None = None
+    run_name: str = ""
     keeper: Keeper | None = None
     """What the ledger has of the run."""
 
@@ -203,7 +205,7 @@ class _Audit:
         if self.ledger is None or self.settings.tensors:
             return None
         alone = source.steps[0].folder.path == source.path
-        name = run_name(self.store.location, source.path, alone=alone)
+        name = self.run_name or run_name(self.store.location, source.path, alone=alone)
         return Keeper.of(self.ledger, name, (self.settings.strict_buffers, self.settings.options))
 
     def chosen_steps(self, source: RunSource) -> list[StepSource]:

@@ -187,6 +187,38 @@ def export(
     raise typer.Exit(CHANGED if result.changed else INCOMPLETE if result.incomplete else 0)
 
 
+@app.command()
+def patrol(
+    root: Annotated[str, typer.Argument(metavar="URL", parser=_path, help="Where runs lie, at any depth; or a path.")],
+    ledger: Annotated[str, typer.Option("--ledger", metavar="URL", envvar="AUDITOR_LEDGER", help="Kept there.")],
+    level: LevelName = None, select: Select = None, ignore: Ignore = None, fail_on: FailOn = None,
+    strict: Strict = None, settle: Settle = None, config: Config = None, threads: Threads = None,
+    max_bytes: MaxBytes = None, baseline: Baseline = None,
+    budget_bytes: Annotated[str, typer.Option(metavar="500G", help="Begin no step after so much was read.")] = "0",
+    budget_seconds: Annotated[str, typer.Option(metavar="50m", help="Begin no step after so long.")] = "0",
+    reread: Annotated[str, typer.Option(metavar="2%", help="Read this share of the old steps again.")] = "0",
+    shard_of: Annotated[str, typer.Option(metavar="I/N", help="Only a part of the runs.")] = "1/1",
+    webhook: Annotated[str, typer.Option(envvar="AUDITOR_WEBHOOK", metavar="URL", help="Told what is new.")] = "",
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML.")] = None,
+    prometheus: Annotated[Path | None, typer.Option(metavar="FILE.prom", help="Also write metrics.")] = None,
+    format: Annotated[str, typer.Option("--format", metavar="text|json|jsonl", help="What is printed.")] = "text",
+) -> None:  # fmt: skip
+    """Audit every run below a prefix that changed since the last time, newest first; for cron. See docs/patrol.md."""
+    from auditor.patrol.command import choices_of, printer, round_of, write_files
+
+    choices = choices_of(budget_bytes, budget_seconds, reread, shard_of, webhook)
+    settings = _settings(
+        config, level=level, select=select, ignore=ignore, fail_on=fail_on, strict=strict, settle=settle,
+        threads=threads, max_bytes_per_second=max_bytes, baseline=baseline, ledger=ledger,
+    )  # fmt: skip
+    told = printer(format, print)
+    with _progress() as progress:
+        result = round_of(root, settings, choices, told.run, progress)
+    told.end(result)
+    write_files(result, junit, prometheus)
+    raise typer.Exit(int(result.exit_codes[0]))
+
+
 @app.command("invariants")
 def list_invariants() -> None:
     """List every invariant: id, severity, name, statement."""

@@ -176,6 +176,19 @@ class Ledger:
             return str(error)
         return ""
 
+    def begin(self) -> None:
+        """Make the root, where it isn't there.
+
+        Raises:
+            UsageError: something else is there.
+            WriteError: storage does not take it.
+        """
+        assert self.writer is not None
+        if not self.exists():
+            stated = {"auditor": {"schema_version": SCHEMA_VERSION, "writer": WRITER}}
+            with self.writer.locked():
+                self.writer.create(arrays.DOCUMENT, arrays.group(stated))
+
     def _begin(self, run: str, step: int) -> None:
         """The groups above a record, where they aren't there."""
         assert self.writer is not None

@@ -1,0 +1,148 @@
+"""Which runs lie below a prefix, told from one listing and the small files by which formats are recognised.
+
+Keys come in order, so a folder is complete when a key outside of it comes: it is looked at then and forgotten. What is
+held is the path down to the present key, and one line a run. A million keys take no more memory than a thousand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from auditor.adapters.adapter import Folder
+from auditor.adapters.registry import recognise
+from auditor.storage.store import Entry, StorageError, Store, base_name, join
+from auditor.storage.walking import walk
+
+MAX_FILES = 50_000
+"""Files of one folder that are looked at; more are no step of a checkpoint."""
+SAVE_EVERY = 20_000
+"""Keys after which it is worth writing down how far the listing came."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A run."""
+
+    path: str
+    """Its folder, below the prefix."""
+    digest: str
+    """Changes whenever a key below the folder, its size or its version does."""
+    modified: float
+    """When the newest object was written, seconds since the epoch."""
+    num_bytes: int
+    num_keys: int
+
+
+@dataclass(slots=True)
+class _Open:
+    """A folder of which more keys may come."""
+
+    path: str
+    digest: str = ""
+    modified: float = 0.0
+    num_bytes: int = 0
+    num_keys: int = 0
+    has_steps: bool = False
+    files: dict[str, Entry] = field(default_factory=dict)
+    folders: dict[str, Entry] = field(default_factory=dict)
+    inner: list[Found] = field(default_factory=list)
+    """Runs in folders of it that are complete."""
+
+    def add(self, entry: Entry) -> None:
+        line = f"{self.digest}{entry.name}\0{entry.num_bytes}\0{entry.identity}"
+        self.digest = hashlib.blake2b(line.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        self.modified = max(self.modified, entry.modified)
+        self.num_bytes += entry.num_bytes
+        self.num_keys += 1
+
+
+@dataclass(slots=True)
+class Survey:
+    """What lies below a prefix."""
+
+    store: Store
+    found: list[Found] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Folders that could not be looked at, with the reason: the survey is incomplete."""
+    num_keys: int = 0
+    after: str = ""
+    """The last key of the last folder directly below the prefix that is complete."""
+
+    def run(self, save: Callable[[Survey], None] = lambda survey: None) -> Survey:
+        """Go through all keys, or those after ``after``. ``save`` is called now and then, to go on from there."""
+        stack = [_Open("", inner=self.found)]
+        last = ""
+        saved = self.num_keys
+        for entry in walk(self.store, self.after, self.refuse):
+            folder = entry.name.rpartition("/")[0]
+            while not _within(folder, stack[-1].path):
+                self.close(stack)
+                if len(stack) == 1 and self.num_keys - saved >= SAVE_EVERY and _resumable(stack[0]):
+                    self.found, self.after, saved = stack[0].inner, last, self.num_keys
+                    save(self)
+            for part in _parts_below(folder, stack[-1].path):
+                path = join(stack[-1].path, part)
+                if len(stack[-1].folders) < MAX_FILES:
+                    stack[-1].folders[part] = Entry(path, is_folder=True)
+                stack.append(_Open(path))
+            if len(stack[-1].files) <= MAX_FILES:
+                stack[-1].files[base_name(entry.name)] = entry
+            for above in stack:
+                above.add(entry)
+            last = entry.name
+            self.num_keys += 1
+        while stack:
+            self.close(stack)
+        return self
+
+    def refuse(self, folder: str, error: StorageError) -> None:
+        """Note a folder that can't be looked at."""
+        self.refused[folder or "."] = str(error)
+
+    def close(self, stack: list[_Open]) -> None:
+        """Judge a folder that is complete."""
+        top = stack.pop()
+        above = stack[-1] if stack else None
+        is_step = self.is_step(top)
+        if is_step and above is not None:
+            # What lies inside a step is its own.
+            above.has_steps = True
+            return
+        if is_step:
+            top.inner = []
+        if top.has_steps or is_step:
+            top.inner.append(Found(top.path, top.digest, top.modified, top.num_bytes, top.num_keys))
+        if above is None:
+            self.found = top.inner
+        else:
+            above.inner += top.inner
+
+    def is_step(self, folder: _Open) -> bool:
+        """Whether a folder is a step of any format."""
+        if len(folder.files) > MAX_FILES:
+            self.refused[folder.path or "."] = f"holds more than {MAX_FILES} files; it was not looked at"
+            return False
+        if not folder.files and not folder.folders:
+            return False
+        by_name = Folder(folder.path, dict(sorted(folder.files.items())), dict(sorted(folder.folders.items())))
+        try:
+            return isinstance(recognise(self.store, by_name), tuple)
+        except StorageError as error:
+            self.refuse(folder.path, error)
+            return False
+
+
+def _resumable(root: _Open) -> bool:
+    """Whether what is known of the prefix itself can be forgotten: it is neither a run nor a step."""
+    return not root.files and not root.has_steps
+
+
+def _within(folder: str, other: str) -> bool:
+    return not other or folder == other or folder.startswith(f"{other}/")
+
+
+def _parts_below(folder: str, other: str) -> Iterable[str]:
+    rest = folder[len(other) :].strip("/")
+    return rest.split("/") if rest else ()

@@ -1,0 +1,116 @@
+"""The lock: one owner at a time, takeover of what expired, on disk and in a bucket."""
+
+import threading
+
+import pytest
+
+from auditor.errors import LockedError
+from auditor.patrol.lease import Lease
+from auditor.storage.local import LocalStore
+from auditor.storage.roots import store_at
+from auditor.storage.writer import FolderWriter
+from tests import s3
+
+
+@pytest.fixture(params=["local", "s3"])
+def place(request, tmp_path, monkeypatch):
+    """A store and a writer over the same place."""
+    if request.param == "local":
+        writer = FolderWriter(tmp_path)
+        return LocalStore(tmp_path), writer
+    s3.use(monkeypatch)
+    from auditor.storage.object_writer import ObjectWriter
+
+    store = store_at(f"s3://{s3.new_bucket()}/ledger")
+    return store, ObjectWriter(store.place)
+
+
+def lease(place, owner, **options):
+    return Lease(*place, "patrol/locks/all", owner=owner, **options)
+
+
+def test_one_owner_at_a_time(place):
+    with lease(place, "first").held(), pytest.raises(LockedError, match="first holds the lock until"):
+        lease(place, "second").acquire()
+    with lease(place, "second").held():
+        pass
+    assert lease(place, "x").numbers() == []
+
+
+def test_an_expired_lock_is_taken_over_and_its_owner_notices(place):
+    old = lease(place, "old", now=lambda: 1000.0)
+    old.acquire()
+    new = lease(place, "new", now=lambda: 2000.0)
+    new.acquire()
+    assert new.number == 1
+    assert new.numbers() == [1]
+    old.renew()
+    with pytest.raises(LockedError, match="took the lock over"):
+        old.check()
+    new.renew()
+    new.check()
+
+
+def test_of_several_who_take_over_one_wins(place):
+    lease(place, "dead", now=lambda: 0.0).acquire()
+    results = []
+    barrier = threading.Barrier(4)
+
+    def attempt(number):
+        mine = lease(place, f"owner {number}")
+        barrier.wait()
+        try:
+            mine.acquire()
+            results.append("won")
+        except LockedError:
+            results.append("refused")
+
+    threads = [threading.Thread(target=attempt, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == ["refused"] * 3 + ["won"]
+
+
+def test_one_who_slept_between_look_and_write_gives_way(place, monkeypatch):
+    sleeper = lease(place, "sleeper")
+    numbers, looks = sleeper.numbers, []
+
+    def look():
+        looks.append(1)
+        if len(looks) > 1:
+            return numbers()
+        lease(place, "dead", now=lambda: 0.0).acquire()
+        found = []
+        lease(place, "other").acquire()
+        return found
+
+    monkeypatch.setattr(Lease, "numbers", lambda self: look() if self is sleeper else Lease_numbers(self))
+    with pytest.raises(LockedError):
+        sleeper.acquire()
+
+
+Lease_numbers = Lease.numbers
+
+
+def test_a_lock_that_cannot_be_understood_is_respected_while_it_is_young(place):
+    store, writer = place
+    writer.write("patrol/locks/all/000000003", b"{garbage")
+    with pytest.raises(LockedError, match="another patrol"):
+        lease(place, "me").acquire()
+    modified = store.stat("patrol/locks/all/000000003").modified
+    later = lease(place, "me", now=lambda: modified + 1000)
+    later.acquire()
+    assert later.number == 4
+
+
+def test_it_is_renewed_while_it_is_held(place):
+    with lease(place, "me", held_seconds=0.4).held() as held:
+        _, first = held.read(held.number)
+        for _ in range(50):
+            threading.Event().wait(0.1)
+            list(held.store.list("patrol/locks/all"))
+            if held.read(held.number)[1] > first:
+                break
+        assert held.read(held.number)[1] > first
