@@ -9,7 +9,7 @@ finds a higher number it has lost the lock, and stops. Clocks must differ by muc
 from __future__ import annotations
 
 import json
-import os
+import multiprocessing
 import secrets
 import socket
 import threading
@@ -29,7 +29,7 @@ HELD_SECONDS = 300.0
 
 def owner_name() -> str:
     """Who this process is, for the message that another one prints."""
-    return f"{socket.gethostname()} pid {os.getpid()} {secrets.token_hex(4)}"
+    return f"{socket.gethostname()} pid {multiprocessing.current_process().pid} {secrets.token_hex(4)}"
 
 
 @dataclass(slots=True)
