@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from auditor.model.catalog import Catalog, File, Problem, Role, Scalar, Tensor
+from auditor.model.catalog import Catalog, File, FileState, Problem, Role, Scalar, Tensor
 from auditor.model.dtype import DType
 from auditor.model.encoding import Encoding
 from auditor.model.mesh import Coordinate, Mesh, Placement
@@ -62,8 +62,11 @@ class CatalogBuilder:
         return self._files[number]
 
     def encode(self, number: int, encoding: Encoding) -> None:
-        """How the content of a file added before is stored."""
-        self._files[number] = replace(self._files[number], encoding=encoding)
+        """How the content of a file added before is stored; one that can't be stored so is damaged."""
+        file = replace(self._files[number], encoding=encoding)
+        if file.state is FileState.PRESENT and (told := encoding.contradiction(file.num_bytes)):
+            file = replace(file, state=FileState.DAMAGED, detail=told)
+        self._files[number] = file
 
     def tensor(
         self, name: str, role: Role, dtype: DType, shape: tuple[int, ...], order: int, *,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.orbax_catalog import OrbaxReading
-from auditor.adapters.orbax_files import STEP_METADATA, TEMPORARY, items_of, step_in
+from auditor.adapters.orbax_files import STEP_METADATA, TEMPORARY, finished_twin, is_inner, items_of, step_in
 from auditor.adapters.zarr_tree_files import files_below
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Entry, Store
@@ -24,6 +24,10 @@ class Orbax:
 
     def recognise(self, store: Store, folder: Folder) -> Match | Declined:
         """By the names of its files and of those in its folders."""
+        if TEMPORARY in folder_name(store, folder) and finished_twin(store, folder):
+            return Declined("it is what a save left behind that was made again and finished", 0.5)
+        if is_inner(store, folder):
+            return Declined("it is a part of the checkpoint in the folder above it", 0.3)
         items = items_of(store, folder)
         if not items:
             if STEP_METADATA in folder.files:

@@ -13,6 +13,7 @@ from auditor.adapters.orbax_arrays import Arrays, DatabaseArrays, FileArrays, St
 from auditor.adapters.orbax_files import (
     KNOWN,
     LEGACY,
+    MARKER,
     SHARDING,
     STEP_METADATA,
     TEMPORARY,
@@ -20,6 +21,7 @@ from auditor.adapters.orbax_files import (
     WRITTEN,
     Item,
     is_lock,
+    left_behind,
 )
 from auditor.adapters.orbax_metadata import (
     Sharding,
@@ -82,10 +84,7 @@ class OrbaxReading:
         found = [entry for item in self.items for entry in self._arrays(self._read(item))]
         mesh = OrbaxTensors(self.store, self.builder, self.files, found).add()
         folders = [self.folder, *(item.folder for item in self.items if item.folder is not self.folder)]
-        for folder in folders:
-            for name in filter(is_lock, folder.files):
-                message = "is left from a write that was not finished; loaders pass over it"
-                self._problem(ProblemKind.LEFTOVER, join(folder.path, name), message, ignored=True)
+        self._add_leftovers(folders)
         unclaimed = [
             join(folder.path, name)
             for folder in folders
@@ -93,7 +92,7 @@ class OrbaxReading:
             if name not in KNOWN and not is_lock(name) and join(folder.path, name) not in self.files.numbers
         ]
         catalog = self.builder.build(step, self.folder.path, format_name, mesh, {}, unclaimed)
-        return replace(catalog, unfinished=unfinished)
+        return replace(catalog, unfinished=unfinished, finished=not unfinished and self._finished())
 
     def _problem(
         self, kind: ProblemKind, path: str, message: str, tensor: str = "", *, ignored: bool = False
@@ -109,6 +108,24 @@ class OrbaxReading:
             return f"its folder has the name of one that is being written ({TEMPORARY})"
         inner = next((item.folder.path for item in self.items if TEMPORARY in item.folder.path), None)
         return f"{inner} has the name of a folder that is being written ({TEMPORARY})" if inner else ""
+
+    def _finished(self) -> bool:
+        """Whether the mark is there that Orbax writes last; older versions wrote it on object stores alone."""
+        return all(MARKER in folder.files for folder in (self.folder, *(item.folder for item in self.items)))
+
+    def _add_leftovers(self, folders: Sequence[Folder]) -> None:
+        """What writers left that died; loaders pass over it."""
+        for folder in folders:
+            for name in filter(is_lock, folder.files):
+                message = "is left from a write that was not finished; loaders pass over it"
+                self._problem(ProblemKind.LEFTOVER, join(folder.path, name), message, ignored=True)
+        try:
+            path = left_behind(self.store, self.folder)
+        except StorageError:
+            return
+        if path:
+            message = "is left from an earlier attempt at this save; loaders pass over it"
+            self._problem(ProblemKind.LEFTOVER, path, message, ignored=True)
 
     # Items
 

@@ -12,9 +12,9 @@ import re
 from dataclasses import dataclass
 
 from auditor.adapters.adapter import Folder
-from auditor.adapters.orbax_arrays import DOCUMENTS
+from auditor.adapters.orbax_arrays import DOCUMENTS, PROCESS
 from auditor.containers.ocdbt import MANIFEST
-from auditor.storage.store import Store
+from auditor.storage.store import ObjectMissingError, Store, join
 
 STEP_METADATA, TREE, SHARDING, WRITTEN = "_CHECKPOINT_METADATA", "_METADATA", "_sharding", "array_metadatas"
 MARKER, V1_MARKER, STRINGS, LEGACY = "commit_success.txt", "orbax.checkpoint", "_strings.json", "checkpoint"
@@ -66,10 +66,7 @@ def is_item(store: Store, folder: Folder) -> bool:
     if LEGACY not in folder.files and SHARDING not in folder.files:
         return False
     inner = list(folder.folders.values())[:_LOOKED_INTO]
-    return any(not DOCUMENTS_.isdisjoint(Folder.read(store, entry.name).files) for entry in inner)
-
-
-DOCUMENTS_ = frozenset(DOCUMENTS)
+    return any(not frozenset(DOCUMENTS).isdisjoint(Folder.read(store, entry.name).files) for entry in inner)
 
 
 def items_of(store: Store, folder: Folder) -> list[Item]:
@@ -80,13 +77,56 @@ def items_of(store: Store, folder: Folder) -> list[Item]:
     """
     if is_item(store, folder):
         return [Item("", folder)]
-    marked = STEP_METADATA in folder.files or V1_MARKER in folder.files
+    marked = is_marked(folder)
     found = []
     for name, entry in folder.folders.items():
         # Steps that a checkpointer wrote side by side are no items of one.
         if not marked and step_in(name) is not None:
             return []
         inner = Folder.read(store, entry.name)
-        if is_item(store, inner):
+        if not marked and is_marked(inner):
+            return []
+        if not PROCESS.fullmatch(name) and is_item(store, inner):
             found.append(Item(without_mark(name), inner))
     return found
+
+
+def is_marked(folder: Folder) -> bool:
+    """Whether a folder has a file that only checkpoints have, not their items."""
+    return STEP_METADATA in folder.files or V1_MARKER in folder.files
+
+
+def is_inner(store: Store, folder: Folder) -> bool:
+    """Whether a folder is a part of the checkpoint in the folder above it.
+
+    Raises:
+        StorageError: storage failed.
+    """
+    above, _, name = folder.path.rpartition("/")
+    if PROCESS.fullmatch(name):
+        return True
+    if not name or is_marked(folder) or (step_in(name) is not None and not above):
+        return False
+    if step_in(name) is not None:
+        # A run may have thousands of steps: they are not all listed for each of them.
+        return any(_is_there(store, join(above, marker)) for marker in (STEP_METADATA, V1_MARKER))
+    return any(item.folder.path == folder.path for item in items_of(store, Folder.read(store, above)))
+
+
+def finished_twin(store: Store, folder: Folder) -> bool:
+    """Whether beside an unfinished checkpoint the finished one of its name is there."""
+    return bool(folder.path) and _is_there(store, without_mark(folder.path))
+
+
+def left_behind(store: Store, folder: Folder) -> str:
+    """The path of what an earlier attempt at this checkpoint left; empty where nothing is there."""
+    path = f"{folder.path}{TEMPORARY}"
+    return path if folder.path and TEMPORARY not in folder.path and _is_there(store, path) else ""
+
+
+def _is_there(store: Store, path: str) -> bool:
+    try:
+        store.stat(path)
+        return True
+    except ObjectMissingError:
+        return False

@@ -27,6 +27,10 @@ MAX_KEPT = 8
 """Decoded chunks, and streams, that are kept: what is compared lies in a few places at once."""
 READ_BYTES = 1 << 20
 """Stored bytes are read in blocks of this size."""
+MAX_RATIO = {ZSTD: 1 << 15, GZIP: 1032}
+"""Bytes that one stored byte can stand for: zstd's repeated blocks are 128 KiB in four bytes (RFC 8878, 3.1.1.2),
+deflate copies at most 258 bytes by two bits (RFC 1951). More is a lie, whatever the frame says."""
+_SLACK_BYTES = 64
 _INDEX_BYTES, _NOTHING = 20, (1 << 64) - 1
 """A shard of one chunk ends with its offset and length (uint64) and the CRC-32C of both; all ones: it has no chunk."""
 
@@ -116,6 +120,7 @@ class DecodedHandle:
     encoding: Encoding
     _kept: OrderedDict[int, bytearray] = field(default_factory=OrderedDict)
     _streams: OrderedDict[int, _Open] = field(default_factory=OrderedDict)
+    _broken: dict[int, str] = field(default_factory=dict)
 
     @property
     def entry(self) -> Entry:
@@ -142,6 +147,9 @@ class DecodedHandle:
             number += 1
 
     def _part(self, number: int, first: int, buffer: memoryview) -> None:
+        if number in self._broken:
+            # Behind the break nothing can be had; to look for it once more for every part would take for ever.
+            raise UndecodableError(self._broken[number])
         try:
             if int(self.encoding.num_bytes[number]) <= KEPT_BYTES:
                 buffer[:] = memoryview(self._whole(number))[first : first + len(buffer)]
@@ -149,7 +157,8 @@ class DecodedHandle:
                 self._stream_into(number, first, buffer)
         except (DamagedError, UnsupportedError) as error:
             self._streams.pop(number, None)
-            raise UndecodableError(f"{self.entry.name}: {self._called(number)}: {error}") from error
+            self._broken[number] = f"{self.entry.name}: {self._called(number)}: {error}"
+            raise UndecodableError(self._broken[number]) from error
 
     def _called(self, number: int) -> str:
         table = self.encoding
@@ -186,7 +195,11 @@ class DecodedHandle:
             handle = _Memory(self.entry, memoryview(table.memory))
         shard, _, codec = table.codecs[int(table.codec[number])].rpartition("/")
         source = _Stored(handle, offset, length)
-        return _decoded(_only_chunk(source) if shard == SHARD else source, codec)
+        if shard == SHARD:
+            source = _only_chunk(source)
+        if int(table.num_bytes[number]) > MAX_RATIO.get(codec, 1) * (source.num_left + _SLACK_BYTES):
+            raise DamagedError(f"{source.num_left} bytes are too few for the {table.num_bytes[number]} of its array")
+        return _decoded(source, codec)
 
 
 def _keep(kept: OrderedDict[int, T], number: int, what: T) -> None:

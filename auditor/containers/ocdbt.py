@@ -32,6 +32,8 @@ MAX_HEIGHT = 16
 """Of a tree; with two children a node that is 65 536 leaves."""
 MAX_KEY_BYTES = 65_535
 MAX_FILES = 1 << 20
+MAX_LOST = 256
+"""Faults of one database that are told; beyond it nothing new is learnt."""
 _FOOTER_BYTES = 4
 
 
@@ -226,7 +228,7 @@ def _files(numbers: Numbers, base: str) -> list[tuple[str, str]]:
     count = numbers.count()
     if count > MAX_FILES:
         raise LimitError(f"a node lists {count} files")
-    prefixes = [0, *numbers.varints(max(0, count - 1))]
+    prefixes = [0, *numbers.varints(count - 1)] if count else []
     suffixes, bases = numbers.varints(count), numbers.varints(count)
     found: list[tuple[str, str]] = []
     for path, length in zip(_joined(numbers, prefixes, suffixes), bases, strict=True):
@@ -291,6 +293,8 @@ class _Tree:
             self.lost.append(FileFaultError(place.file, f"{error} (node at byte {place.offset})"))
             return
         for child, begins in children:
+            if len(self.lost) >= MAX_LOST:
+                return
             self.descend(child, height - 1, begins)
 
     def entries(self, numbers: Numbers, place: Place, height: int, prefix: bytes) -> Iterator[tuple[Place, bytes]]:

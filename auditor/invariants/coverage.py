@@ -125,9 +125,11 @@ def exports_hold_elements(evidence: StepEvidence) -> Judgement:
 def implied_tensors_are_stored(evidence: StepEvidence) -> Judgement:
     """Every tensor that the recorded configuration or an index implies is stored."""
     catalog = evidence.catalog
-    if catalog.not_implied is None:
-        return Judgement(not_applicable={"the format's own records tell every tensor": 1})
     violations = tuple(_of_problems(catalog, ProblemKind.ABSENT))
+    if catalog.not_implied is None:
+        # An index that lists what is not there (Orbax's tree) is heard all the same.
+        own = {"the format's own records tell every tensor": 1}
+        return Judgement(violations=violations, not_applicable={} if violations else own)
     withheld = tuple(catalog.within(file.name) for file in catalog.files if file.state in WITHHELD)
     undetermined = {"storage did not let the file be read": withheld} if withheld else {}
     # Without a configuration there is no statement to hold; what is not known of shapes is MET003's to say.

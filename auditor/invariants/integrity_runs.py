@@ -81,13 +81,28 @@ def _dangling(pointer: PointerState, target: StepState | None, step: int) -> Vio
 
 def steps_were_finished(run: RunState) -> dict[int, Judgement]:
     """The newest step was finished by its writer, or is being written right now."""
-    unfinished = []
-    for state in run.steps:
-        if state.commit is Commit.UNCOMMITTED:
-            locations = tuple(Location(state.step, file, detail="it is not there") for file in state.missing)
-            message = f"{called(state)} lacks {count(len(state.missing), 'file')} and nothing commits it"
-            unfinished.append((state, Violation("the step", locations, message)))
+    last = max((at for at, state in enumerate(run.steps) if state.commit is Commit.COMMITTED), default=-1)
+    unfinished = [
+        (state, _unfinished(state, passed_over=at < last))
+        for at, state in enumerate(run.steps)
+        if state.commit is Commit.UNCOMMITTED
+    ]
     return _per_step(run, unfinished)
+
+
+def _unfinished(state: StepState, passed_over: bool) -> Violation:
+    """``passed_over``: whether a later step was finished, so that nobody will resume from this one."""
+    locations = tuple(Location(state.step, file, detail="it is not there") for file in state.missing)
+    if not state.unfinished:
+        message = f"{called(state)} lacks {count(len(state.missing), 'file')} and nothing commits it"
+        return Violation("the step", locations, message)
+    message = f"{called(state)} was not finished: {state.unfinished}"
+    if state.missing:
+        message += f"; it lacks {count(len(state.missing), 'file')}"
+    else:
+        message += "; all that it lists is there"
+    locations = locations or (Location(state.step, state.path, detail=state.unfinished),)
+    return Violation("the step", locations, message, severity=Severity.WARNING if passed_over else None)
 
 
 def optimizer_states_advance(run: RunState) -> dict[int, Judgement]:
@@ -163,6 +178,9 @@ def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
     seen: dict[int, StepState] = {}
     twice = []
     for state in run.steps:
+        if state.unfinished:
+            # What a writer left behind when it died is no second step.
+            continue
         first = seen.setdefault(state.step, state)
         # Step 0 is also what a folder without any record of a step has: several exports side by side.
         if first is not state and state.step > 0:
@@ -258,9 +276,10 @@ INVARIANTS = (
     ),
     Invariant(
         "INT004", "step-uncommitted", Severity.ERROR,
-        statement="The newest step was finished by its writer, unless it is younger than --settle.",
+        statement="The newest step was finished by its writer, unless it is younger than --settle. An unfinished one "
+                  "before a finished one, which its format marks so that loaders pass over it, is a warning.",
         rationale="A torn save looks like the newest checkpoint; resuming from it fails or loads part of the state.",
-        source="huggingface/transformers#35782; NVIDIA-NeMo/Speech#7952",
+        source="huggingface/transformers#35782; NVIDIA-NeMo/Speech#7952; Orbax's temporary names",
         example="global_step300 lacks 4 files and nothing commits it",
         misses="A save in which every file is there but the last of them is not wholly flushed.",
         hint="Remove the torn step or finish copying it; resume from the last good step.",

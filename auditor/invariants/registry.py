@@ -20,14 +20,15 @@ from auditor.invariants import (
     reference,
     replica,
     security,
+    stripes,
     tying,
     witnessed,
 )
 from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
-    integrity, integrity_runs, coverage, metadata, replica, cast, optimizer, optimizer_records, optimizer_values,
-    optimizer_twins, numerics, tying, reference, security, configuration, witnessed,
+    integrity, integrity_runs, coverage, metadata, replica, stripes, cast, optimizer, optimizer_records,
+    optimizer_values, optimizer_twins, numerics, tying, reference, security, configuration, witnessed,
 )  # fmt: skip
 
 

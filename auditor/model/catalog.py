@@ -301,6 +301,8 @@ class Catalog:
     """Whether a parameter may be stored as its fp32 master alone, as ZeRO stage 3 does."""
     unfinished: str = ""
     """What says that the step's writer did not finish it, in formats that mark this; empty where nothing does."""
+    finished: bool = False
+    """Whether the format's own mark says that it did; what lacks was lost later then."""
     ranks_counted: bool = False
     """Whether the mesh has as many ranks as there are files of: nothing records how many there should be."""
 

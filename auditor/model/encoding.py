@@ -17,7 +17,7 @@ PLAIN, ZSTD, GZIP = "", "zstd", "gzip"
 SHARD = "shard"
 """Before another codec: the chunk is the only one of a Zarr shard, which says at its end where it lies in it."""
 
-_ALIGNED = 64
+_ALIGNED = 8
 """Chunks begin at a multiple of it, so that elements are aligned in a buffer whatever lies before them."""
 
 
@@ -46,6 +46,17 @@ class Encoding:
     def size(self) -> int:
         """Bytes of the content."""
         return int(self.start[-1] + self.num_bytes[-1]) if len(self) else 0
+
+    def contradiction(self, num_bytes: int) -> str:
+        """Why a file of ``num_bytes`` is not stored so: chunks beyond its end, or over each other. Empty: it may be."""
+        apart = ~self.held & (self.num_stored > 0)
+        order = np.argsort(self.offset[apart], kind="stable")
+        starts, stops = self.offset[apart][order], (self.offset + self.num_stored)[apart][order]
+        last = int(stops.max(initial=0))
+        if last > num_bytes:
+            return f"it has {num_bytes} bytes, values are said to lie in it up to byte {last}: cut short"
+        shared = np.flatnonzero(starts[1:] < np.maximum.accumulate(stops)[:-1])
+        return f"two values are said to lie at byte {starts[shared[0] + 1]} of it" if len(shared) else ""
 
     def between(self, first: int, last: int) -> Encoding:
         """The chunks that hold something of the content from ``first`` to ``last``; positions stay as they are."""

@@ -33,6 +33,10 @@ class StepState:
     whole: bool
     """Whether every file that the recorded mesh implies is there."""
     missing: tuple[str, ...] = ()
+    unfinished: str = ""
+    """What says that its writer did not finish it, in formats that mark this; empty where nothing does."""
+    finished: bool = False
+    """Whether the format's own mark says that it did."""
     modified: float = 0.0
     """Newest file's time, seconds since the epoch."""
     commit: Commit = Commit.COMMITTED
@@ -101,7 +105,8 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
     missing = tuple(file.name for file in catalog.files if file.state is FileState.MISSING)
     skipped = num_skipped(catalog)
     return StepState(
-        catalog.step, catalog.path, catalog.format, not missing, missing, modified,
+        catalog.step, catalog.path, catalog.format, not missing, missing, catalog.unfinished, catalog.finished,
+        modified,
         optimizer_step=optimizer_step(catalog), counters=_digest_of_counters(catalog), moved=catalog.step > skipped,
         num_skipped=skipped,
         loss_scale=max((scalar.value for scalar in catalog.scalars if scalar.name == "loss_scale"), default=None),
@@ -208,11 +213,12 @@ def decide_commits(
     *,
     newest_included: bool = True,
 ) -> tuple[StepState, ...]:
-    """Which steps are committed, for formats that write no marker into the step.
+    """Which steps are committed.
 
-    A step is committed when the pointer or a later committed step says so, or when all files are there that its
-    recorded mesh implies. The newest step, if not committed and younger than ``settle_seconds``, is in progress; also
-    where ranks are only counted and it has files of fewer than the step before: the others may be on their way.
+    Where the format marks a step as finished or unfinished, that decides. Else it is when the pointer or a later
+    committed step says so, or when all files are there that its recorded mesh implies. The newest step, if not
+    committed and younger than ``settle_seconds``, is in progress; also where ranks are only counted and it has files
+    of fewer than the step before: the others may be on their way.
     ``newest_included``: whether the last of ``steps`` is the newest that was saved; a later one commits them all.
     """
     pointed = {pointer.target for pointer in pointers}
@@ -221,7 +227,8 @@ def decide_commits(
     for position, state in enumerate(reversed(steps)):
         young = position == 0 and now - state.modified < settle_seconds
         growing = young and state.ranks_counted and _has_fewer(state, steps[-2:])
-        if later_committed or (state.whole and not growing) or state.path in pointed:
+        done = state.finished or later_committed or (state.whole and not growing) or state.path in pointed
+        if done and not state.unfinished:
             commit, later_committed = Commit.COMMITTED, True
         elif young:
             commit = Commit.IN_PROGRESS
