@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from auditor.adapters.adapter import Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.deepspeed_exports import add_exports
 from auditor.adapters.deepspeed_files import EngineFiles, Rank, is_engine_file, read_engine_files
 from auditor.adapters.deepspeed_flats import Flat, FlatStates
 from auditor.adapters.deepspeed_layout import LOCAL_EXPERT, EngineLayout, module_of
@@ -57,6 +58,8 @@ class EngineReading:
         for name, what in self.files.impossible.items():
             self.builder.problems.append(Problem(ProblemKind.METADATA, join(self.folder.path, name), what))
         beside = self._add_beside(self.outer) if self.outer else None
+        if not self.outer and not self.options.names_only and self.files.whole:
+            add_exports(self.builder, self.store, self.folder.path, *self._parameters())
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if not is_engine_file(name)]
         if beside:
             unclaimed += [join(beside.outer.path, name) for name in beside.outer.files if name not in beside.claimed]
@@ -69,11 +72,17 @@ class EngineReading:
         """What a trainer put beside DeepSpeed's own files."""
         beside = Beside(self.builder, self.store, outer)
         if not self.options.names_only:
-            tied = {name: tie.names[0] for tie in self.builder.ties for name in tie.names[1:]}
-            shapes = {**self.layout.trained, **self.layout.frozen} or self._module_shapes(self.files.models[0, 0])
-            ranks = [self.files.coordinate((dp, tp)) for dp in range(self.files.dp) for tp in range(self.files.tp)]
+            shapes, tied = self._parameters()
+            known = any(file.tree for file in self.files.models.values())
+            every = ((dp, tp) for dp in range(self.files.dp) for tp in range(self.files.tp)) if known else ()
+            ranks = [*map(self.files.coordinate, every)]
             beside.add(shapes, tied, self.layout.orders, ranks)
         return beside
+
+    def _parameters(self) -> tuple[Shapes, dict[str, str]]:
+        """The model's parameters, and later names of tied ones to the first."""
+        tied = {name: tie.names[0] for tie in self.builder.ties for name in tie.names[1:]}
+        return {**self.layout.trained, **self.layout.frozen} or self._module_shapes(self.files.models[0, 0]), tied
 
     def _problem(self, kind: ProblemKind, file: StepFile, message: str, coordinate: Coordinate) -> None:
         self.builder.problems.append(Problem(kind, join(self.folder.path, file.name), message, coordinate))

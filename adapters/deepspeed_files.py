@@ -20,6 +20,7 @@ from auditor.adapters.adapter import MAX_LOST, MAX_RANKS, Folder
 from auditor.adapters.deepspeed_records import count_in, dig
 from auditor.adapters.step_file import StepFile
 from auditor.containers.torch_zip import RecordBudget
+from auditor.model.catalog import FileState
 from auditor.model.mesh import Coordinate, Mesh
 from auditor.storage.store import Store
 
@@ -58,6 +59,11 @@ class EngineFiles:
         """Global rank = dp · tp_degree + tp, as Megatron and DeepSpeed count them."""
         axes = (("dp", self.dp), ("tp", self.tp))
         return Mesh(axes if self.tp > 1 else axes[:1], ordered=True)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all files that must be there could be read."""
+        return all(file.state is FileState.PRESENT for file, _ in self.all())
 
     def coordinate(self, rank: Rank, *, of_dp: bool = True) -> Coordinate:
         """A rank's place; ``of_dp``: whether what it saved is its own and not that of all data-parallel ranks."""

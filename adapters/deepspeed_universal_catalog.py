@@ -6,13 +6,16 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
-from auditor.adapters.adapter import Folder, Options
+from auditor.adapters.adapter import Declined, Folder, Match, Options
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.counters import read_numbers
+from auditor.adapters.deepspeed import DeepSpeed
 from auditor.adapters.deepspeed_files import EngineFiles, is_engine_file, read_engine_files
 from auditor.adapters.deepspeed_flats import FlatStates
 from auditor.adapters.deepspeed_layout import EngineLayout, module_of
+from auditor.adapters.deepspeed_pipeline import DeepSpeedPipeline
 from auditor.adapters.deepspeed_records import MAX_NAMES, renamed
 from auditor.adapters.deepspeed_weights import EngineWeights
 from auditor.adapters.optimizer_index import is_count
@@ -21,12 +24,34 @@ from auditor.containers.torch_zip import RecordBudget, StoredTensor
 from auditor.model.catalog import Catalog, FileState, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import FLOAT32
 from auditor.model.mesh import Coordinate
+from auditor.model.optimizer import Export
 from auditor.model.region import FlatRange, whole
 from auditor.storage.store import StorageError, Store, base_name, join
 
 STATE = {"fp32.pt": Role.MASTER, "exp_avg.pt": Role.FIRST_MOMENT, "exp_avg_sq.pt": Role.SECOND_MOMENT}
 _STEP, _COMMON = "step.pt", "optimizer_state.pt"
 _ANY_ORDER = 1 << 40
+_SOURCE = "@source=0"
+"""What is added to the names of the source's tensors: a place of their own, as state of one parameter."""
+
+
+class Source(Protocol):
+    """What may read the checkpoint that a universal one was made from."""
+
+    def recognise(self, store: Store, folder: Folder) -> Match | Declined:
+        """As an adapter does."""
+
+    def read(self, store: Store, folder: Folder, match: Match, options: Options) -> Catalog:
+        """As an adapter does."""
+
+
+SOURCES: tuple[Source, ...] = (DeepSpeed(), DeepSpeedPipeline())
+
+
+def read_if(adapter: Source, store: Store, folder: Folder) -> Catalog | None:
+    """The Catalog of a folder that an adapter recognises."""
+    match = adapter.recognise(store, folder)
+    return adapter.read(store, folder, match, Options()) if isinstance(match, Match) else None
 
 
 class UniversalReading:
@@ -58,6 +83,7 @@ class UniversalReading:
                 if is_count(value := file.tree.get(key)):
                     path = join(self.folder.path, file.name)
                     self.builder.scalars.append(Scalar(key, float(value), path))
+        self._add_source()
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if not is_engine_file(name)]
         unclaimed += [entry.name for name, entry in self.zero.files.items() if name != _COMMON]
         mesh = self.files.mesh
@@ -138,6 +164,35 @@ class UniversalReading:
             value, dtype = read_numbers(self.store, path, {"step": stored}).get("step"), stored.dtype
         if is_count(value):
             self.builder.scalars.append(Scalar("optimizer_step", float(value), path, Coordinate(), name, dtype))
+
+    def _add_source(self) -> None:
+        """The checkpoint that this one was made from, where it lies beside it whole: to hold one against the other."""
+        above, _, own = self.folder.path.rpartition("/")
+        stem = own.removesuffix("_universal")
+        if stem == own or not stem or self.names_only:
+            return
+        try:
+            folder = Folder.read(self.store, join(above, stem))
+        except StorageError:
+            return
+        source = next(filter(None, (read_if(adapter, self.store, folder) for adapter in SOURCES)), None)
+        if source is None or any(file.state is not FileState.PRESENT for file in source.files) or source.problems:
+            return
+        numbers = [self.builder.file(file) for file in source.files]
+        for number, tensor in enumerate(source.tensors):
+            rows = source.rows_of(number, 0)
+            if tensor.role not in STATE.values() or tensor.undetermined or "@" in tensor.name or not len(rows):
+                continue
+            called = f"{tensor.name}{_SOURCE}"
+            copy = self.builder.tensor(called, tensor.role, tensor.dtype, tensor.shape, tensor.order)
+            for row in rows.tolist():
+                piece = source.pieces[row]
+                strides = None if isinstance(piece.region, FlatRange) else piece.strides
+                self.builder.piece(copy, numbers[piece.file], piece.offset, piece.region, Coordinate(), key=piece.key,
+                                   strides=strides)  # fmt: skip
+        names = dict.fromkeys(tensor.name for tensor in source.tensors if tensor.role is Role.MASTER)
+        path = join(self.folder.path, "zero")
+        self.builder.exports += [Export(name, f"{name}{_SOURCE}", path) for name in names if "@" not in name]
 
     def _add_common(self) -> None:
         """``optimizer_state.pt``: settings and counts of steps. State in it is rank 0's part, which loaders drop."""

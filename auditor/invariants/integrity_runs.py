@@ -174,14 +174,14 @@ def _of_optimizer(state: StepState, message: str) -> Violation:
 
 
 def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
-    """No two folders hold one step."""
-    seen: dict[int, StepState] = {}
+    """No two folders hold one step in one format."""
+    seen: dict[tuple[int, str], StepState] = {}
     twice = []
     for state in run.steps:
         if state.unfinished:
             # What a writer left behind when it died is no second step.
             continue
-        first = seen.setdefault(state.step, state)
+        first = seen.setdefault((state.step, state.format), state)
         # Step 0 is also what a folder without any record of a step has: several exports side by side.
         if first is not state and state.step > 0:
             message = f"{called(first)} and {called(state)} both say that they are step {state.step}"
@@ -204,6 +204,27 @@ def pointer_is_newest(run: RunState) -> dict[int, Judgement]:
         if state.whole and state.step > max(targets)
     )
     return _per_step(run, behind)
+
+
+def pointers_agree(run: RunState) -> dict[int, Judgement]:
+    """Roots that hold the ranks of one run point to one step."""
+    by_path = {state.path: state.step for state in run.steps}
+    named: dict[str, dict[str, int]] = {}
+    for pointer in run.pointers:
+        if pointer.target in by_path:
+            named.setdefault(base_name(pointer.file), {})[pointer.target] = by_path[pointer.target]
+    judged: dict[int, Judgement] = {}
+    for file, targets in named.items():
+        newest = max(targets, key=lambda path: targets[path])
+        found = Judgement(1)
+        if len(targets) > 1:
+            names = " and ".join(base_name(path) for path in sorted(targets, key=lambda path: targets[path]))
+            message = f"{file} names {names} in different roots"
+            found = Judgement(
+                violations=(Violation(file, (Location(targets[newest], file, detail=message),), message),)
+            )
+        judged[targets[newest]] = judged.get(targets[newest], Judgement()).merged(found)
+    return judged
 
 
 def files_of_as_many_ranks(run: RunState) -> dict[int, Judgement]:
@@ -302,7 +323,7 @@ INVARIANTS = (
     ),
     Invariant(
         "INT007", "step-saved-twice", Severity.ERROR,
-        statement="No two folders of a run hold the same step.",
+        statement="No two folders of a run hold the same step in the same format. One that was converted is another.",
         rationale="It is not known which of the two was trained on, and which a loader will take.",
         source="hiyouga/LlamaFactory#655",
         example="global_step300 and global_step300_old both say that they are step 300",
@@ -319,6 +340,18 @@ INVARIANTS = (
         misses="Newer steps that are not whole (INT004).",
         hint="If nobody set it back on purpose, find out why the last save did not move it.",
         judge_run=pointer_is_newest, needs=Needs.NAMES,
+    ),
+    Invariant(
+        "INT016", "pointers-disagree", Severity.ERROR,
+        statement="Where the ranks of one run saved under several roots (node-local disks), the roots' pointers name "
+                  "the same step.",
+        rationale="Each node restores the step that its own pointer names: ranks resume from different steps, in "
+                  "silence.",
+        source="hiyouga/LlamaFactory#655; NVIDIA/Megatron-LM#1530",
+        example="latest names global_step300 and global_step400 in different roots",
+        misses="Roots that were not given together; a root without pointer.",
+        hint="Set all pointers to the newest step that is whole on all nodes.",
+        judge_run=pointers_agree, needs=Needs.NAMES,
     ),
     Invariant(
         "INT013", "fewer-ranks-than-around", Severity.ERROR,

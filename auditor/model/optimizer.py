@@ -41,14 +41,16 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """A parameter that is stored once more, for others to load: in a file made from the weights or their masters."""
+    """A parameter (or its state) that is stored once more: in a file made from the weights, masters or moments."""
 
     tensor: str
-    """Name of the tensor that is the copy, of role parameter."""
+    """Name of the tensor that is the copy; empty where the export lacks the parameter."""
     source: str
-    """Name of the parameter."""
+    """Name of what it was made from."""
     file: str
-    """Path below the root of the file that holds the copy."""
+    """Path below the root of the file or folder that holds the copy."""
+    doubtful: bool = False
+    """Whether the export may be of another step: nothing in it says of which it is."""
 
 
 def parameter_of(moment: str) -> str:

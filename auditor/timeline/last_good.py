@@ -15,7 +15,7 @@ NEEDED_IDS = ("INT001", "INT002", "COV001")
 """Of them, those without which nothing is known of a step's wholeness."""
 
 
-ABOUT_THE_RUN = ("INT003", "INT008")
+ABOUT_THE_RUN = ("INT003", "INT008", "INT016")
 """Findings about pointers: no step is bad because of them (a pointed-at step that lacks files is so by INT001)."""
 
 
@@ -63,7 +63,9 @@ def _why_not(
     if unknown:
         return f"{', '.join(unknown)} was not judged: a higher --level does"
     violated = [
-        key for key, item in judged.items() if key.startswith(NEEDED) and key in serious and _fails(item, fail_on)
+        key
+        for key, item in judged.items()
+        if key.startswith(NEEDED) and key not in ABOUT_THE_RUN and key in serious and _fails(item, fail_on)
     ]
     unclear = [key for key, item in judged.items() if item.undetermined and (strict or key.startswith(NEEDED))]
     if violated or unclear:
