@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from functools import partial
 
-from auditor.adapters.adapter import TreeAdapter
 from auditor.containers.ahead import read_ahead
 from auditor.discovery import RunSource, StepSource, discover
 from auditor.errors import NothingToAuditError, UsageError
@@ -23,6 +22,7 @@ from auditor.invariants.registry import invariants, select
 from auditor.ledger.keeper import Keeper, folder_of, run_name
 from auditor.ledger.record import Asked
 from auditor.ledger.tree import Ledger
+from auditor.listing import Listing
 from auditor.model.catalog import Catalog, FileState
 from auditor.model.finding import Finding, Judgement
 from auditor.model.observation import Observations, unobserved
@@ -35,20 +35,16 @@ from auditor.observe.executors import executor_of
 from auditor.observe.kernel_choice import choose
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.shares import Everything, Joined, Runner, Share
-from auditor.reports import REACHED, Report, RunReport, StepReport
+from auditor.reports import REACHED, Report, RunReport, StepReport, step_from_ledger
 from auditor.settings import DEFAULTS, Level, Settings
 from auditor.storage.retrying import RetryingStore
-from auditor.storage.store import Entry, StorageError, Store, num_readers
+from auditor.storage.store import Store, num_readers
 from auditor.storage.throttled import ThrottledStore
 from auditor.storage.union import UnionStore
 from auditor.storage.writer import FolderWriter
 from auditor.timeline.findings import findings, findings_of_no_step
 from auditor.timeline.last_good import NEEDED, last_good
 from auditor.witnesses import read_witness, witness_folder
-
-LARGE_RUN_BYTES = 16 << 30
-"""Runs larger than this are by default read at `replicas`, and at `values` only in the newest step."""
-
 
 Progress = Callable[[str, int], None]
 """Told the step's path and the bytes just read."""
@@ -110,8 +106,8 @@ def audit_share(
         job = _audit_of(readable, settings, workers, share, progress, time.time())
         sources = [job.chosen_steps(source) for source in discover(readable)]
         for steps in sources:
-            levels = job.levels(steps)
-            job = replace(job, num_bytes_ahead=job.weights_ahead(steps, levels))
+            levels = job.listing.levels(steps, settings.level)
+            job = replace(job, num_bytes_ahead=job.listing.weights_ahead(steps, levels))
             for step, level in zip(steps, levels, strict=True):
                 catalog = job.catalogs(step, level)[1]
                 job.measure(catalog, job.asked(catalog, level), step.folder.path)
@@ -148,7 +144,7 @@ def _audit_of(
     except LookupError as error:
         raise UsageError(str(error)) from error
     judged = tuple(item for item in invariants() if item in chosen or item.family in NEEDED)
-    return _Audit(store, settings, chosen, judged, executor, runner, progress, now)
+    return _Audit(store, settings, chosen, judged, executor, runner, progress, now, Listing(store))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,10 +161,9 @@ class _Audit:
     runner: Runner
     progress: Progress
     now: float
+    listing: Listing
     num_bytes_ahead: int = 0
     """About how much will be read of the run: what decides which kernels are worth their loading."""
-    listed: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
-    """Path of a step to its files, once they were listed."""
     ledger: Ledger | None = None
     run_name: str = ""
     keeper: Keeper | None = None
@@ -182,21 +177,21 @@ class _Audit:
         newest = source.steps[-1]
         report.num_saved_before = source.steps.index(sources[0]) if sources else 0
         whole_run = len(sources) == len(source.steps)
-        levels = self.levels(sources)
-        job = replace(self, num_bytes_ahead=self.weights_ahead(sources, levels), keeper=self.keeper_of(source))
+        levels = self.listing.levels(sources, self.settings.level)
+        ahead = self.listing.weights_ahead(sources, levels)
+        job = replace(self, num_bytes_ahead=ahead, keeper=self.keeper_of(source))
         for step, level in zip(sources, levels, strict=True):
             report.steps.append(job.step(step, level, report, pointers, newest=step is newest))
         states = tuple(step.state for step in report.steps)
-        states = decide_commits(
-            states,
-            pointers,
-            self.now,
-            self.settings.settle_seconds,
-            newest_included=bool(sources) and sources[-1] is newest,
-        )
+        complete = bool(sources) and sources[-1] is newest
+        states = decide_commits(states, pointers, self.now, self.settings.settle_seconds, newest_included=complete)
         report.steps = [replace(step, state=state) for step, state in zip(report.steps, states, strict=True)]
+        if job.keeper:
+            self.remember(job.keeper, report, source)
         # Pointers may name steps that were not asked for: what they say of those is not judged then.
-        self.conclude(report, RunState(states, pointers if whole_run else (), whole_run))
+        states = tuple(step.state for step in report.steps)
+        run = RunState(states, pointers if whole_run else (), whole_run, kept=job.keeper is not None)
+        self.conclude(report, run)
         report.seconds = time.monotonic() - begun
         return report
 
@@ -208,39 +203,19 @@ class _Audit:
         name = self.run_name or run_name(self.store.location, source.path, alone=alone)
         return Keeper.of(self.ledger, name, (self.settings.strict_buffers, self.settings.options))
 
+    def remember(self, keeper: Keeper, report: RunReport, source: RunSource) -> None:
+        """Add the steps that the ledger alone knows."""
+        gone = keeper.gone({step.match.step for step in source.steps}, source.path)
+        wanted = self.settings.steps.choose(sorted({account.step for account in gone}))
+        if "latest" in self.settings.steps.text:
+            wanted = set()
+        told = [account for account in gone if account.step in wanted]
+        report.steps = sorted([*report.steps, *map(step_from_ledger, told)], key=lambda step: step.state.step)
+        report.branches, report.ledger_notes = keeper.branches(), keeper.notes
+
     def chosen_steps(self, source: RunSource) -> list[StepSource]:
         chosen = self.settings.steps.choose(sorted({step.match.step for step in source.steps}))
         return [step for step in source.steps if step.match.step in chosen]
-
-    def files_of(self, source: StepSource) -> tuple[Entry, ...]:
-        """A step's files, listed once: its level, its kernels and its age are all told by them."""
-        if source.folder.path not in self.listed:
-            self.listed[source.folder.path] = tuple(self.list_files(source))
-        return self.listed[source.folder.path]
-
-    def list_files(self, source: StepSource) -> Iterator[Entry]:
-        """The files in a step's folder, and those one level below (a folder a rank); or as the adapter says."""
-        if isinstance(source.adapter, TreeAdapter):
-            yield from source.adapter.files(self.store, source.folder)
-            return
-        yield from source.folder.files.values()
-        for name in source.folder.folders.values():
-            try:
-                yield from (entry for entry in self.store.list(name.name) if not entry.is_folder)
-            except StorageError:
-                continue
-
-    def levels(self, sources: Sequence[StepSource]) -> list[Level]:
-        if self.settings.level is not None:
-            return [self.settings.level] * len(sources)
-        total = sum(entry.num_bytes for source in sources for entry in self.files_of(source))
-        if len(sources) == 1 or total <= LARGE_RUN_BYTES:
-            return [Level.VALUES] * len(sources)
-        return [Level.REPLICAS] * (len(sources) - 1) + [Level.VALUES]
-
-    def weights_ahead(self, sources: Sequence[StepSource], levels: Sequence[Level]) -> int:
-        read = [step for step, level in zip(sources, levels, strict=True) if level >= Level.VALUES]
-        return sum(entry.num_bytes for step in read for entry in self.files_of(step))
 
     def step(
         self,
@@ -253,7 +228,7 @@ class _Audit:
     ) -> StepReport:
         folder = source.folder
         full, catalog = self.catalogs(source, level)
-        modified = max((entry.modified for entry in self.files_of(source)), default=0.0)
+        modified = self.listing.modified(source)
         state = step_state(full, modified)
         if newest:
             before = [item.state for item in report.steps[-1:]]
@@ -265,6 +240,9 @@ class _Audit:
         known = self.keeper.recall(catalog, asked) if self.keeper else None
         observations = known.observations if known else self.observe(catalog, asked, folder.path)
         state = with_content(state, catalog, observations)
+        where = folder_of(self.store.location, folder.path)
+        if self.keeper and not observations.changed:
+            state = self.keeper.place(catalog, observations, state, known, where)
         report.coverage.add(full, catalog, observations)
         named = source.match.named_step
         witness = self.witness(folder.path, full.step, modified) if level >= Level.REPLICAS else None
@@ -286,9 +264,9 @@ class _Audit:
             for number, text in observations.failures.items()
             if catalog.files[number].state is FileState.PRESENT and not changed
         )
-        if self.keeper and not failures:
+        if self.keeper and not failures and not changed:
             said = self.keeper.said(state, judgements, wholeness, level.name, full)
-            self.keeper.keep(catalog, observations, asked, said, known, folder_of(self.store.location, folder.path))
+            self.keeper.keep(catalog, observations, asked, said, known, where)
         return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh, bool(known))
 
     def witness(self, path: str, step: int, modified: float) -> Witness | None:
@@ -299,7 +277,7 @@ class _Audit:
         """All that a step stores, and of it the tensors that were chosen."""
         options = replace(self.settings.options, names_only=level is Level.NAMES)
         if level > Level.NAMES:
-            read_ahead(self.store, self.files_of(source))
+            read_ahead(self.store, self.listing.files(source))
         full = source.adapter.read(self.store, source.folder, source.match, options)
         return full, full.only(self.settings.wants_tensor) if self.settings.tensors else full
 

@@ -8,6 +8,8 @@ from typing import Literal
 
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.registry import invariants
+from auditor.ledger.keeper import Branch
+from auditor.ledger.record import StepAccount
 from auditor.model.catalog import Catalog, Role
 from auditor.model.finding import Finding, Judgement, Outcome
 from auditor.model.mesh import NO_MESH, Mesh
@@ -61,6 +63,15 @@ class StepReport:
     """Whether what was measured is from the ledger, and no weights were read."""
 
 
+def step_from_ledger(account: StepAccount) -> StepReport:
+    """What was said of a step whose files are gone."""
+    said = account.said
+    level = Level[said.level] if said.level in Level.__members__ else Level.NAMES
+    return StepReport(
+        said.state, level, said.judgements, said.wholeness, opaque=said.opaque, mesh=said.mesh, recalled=True
+    )
+
+
 @dataclass(slots=True)
 class RunReport:
     """What the audit says of one run."""
@@ -78,6 +89,10 @@ class RunReport:
     coverage: Coverage = field(default_factory=Coverage)
     unrecognised: Mapping[str, str] = field(default_factory=dict)
     chosen: tuple[Invariant, ...] = ()
+    branches: list[Branch] = field(default_factory=list)
+    """What the ledger knows of steps that are not on the way to the newest one."""
+    ledger_notes: list[str] = field(default_factory=list)
+    """What is wrong with the ledger; it was not used."""
     beside: dict[str, Judgement] = field(default_factory=dict)
     """Judgements that are about no step, but about the configuration."""
     seconds: float = 0.0

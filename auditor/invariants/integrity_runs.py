@@ -40,7 +40,7 @@ def _per_step(run: RunState, violations: Iterable[tuple[StepState, Violation]]) 
         bad.setdefault(state.step, []).append(violation)
     return {
         state.step: Judgement(0 if state.step in bad else 1, tuple(bad.get(state.step, ())))
-        for state in run.steps
+        for state in run.on_disk
         if state.commit is not Commit.IN_PROGRESS
     }
 
@@ -53,8 +53,8 @@ def number_in(path: str, otherwise: int) -> int:
 
 def pointers_lead_to_whole_steps(run: RunState) -> dict[int, Judgement]:
     """The step that a pointer names exists and is whole."""
-    by_path = {state.path: state for state in run.steps}
-    newest = max((state.step for state in run.steps), default=-1)
+    by_path = {state.path: state for state in run.on_disk}
+    newest = max((state.step for state in run.on_disk), default=-1)
     if not run.pointers:
         reason = "no pointer file is there" if run.complete else "not all saved steps were looked at"
         return {newest: Judgement(not_applicable={reason: 1})}
@@ -177,7 +177,7 @@ def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
     """No two folders hold one step in one format."""
     seen: dict[tuple[int, str], StepState] = {}
     twice = []
-    for state in run.steps:
+    for state in run.on_disk:
         if state.unfinished:
             # What a writer left behind when it died is no second step.
             continue
@@ -191,7 +191,7 @@ def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
 
 def pointer_is_newest(run: RunState) -> dict[int, Judgement]:
     """No whole step lies behind the step that the pointer names."""
-    by_path = {state.path: state for state in run.steps}
+    by_path = {state.path: state for state in run.on_disk}
     targets = [by_path[pointer.target].step for pointer in run.pointers if pointer.target in by_path]
     if not targets:
         return {}
@@ -200,7 +200,7 @@ def pointer_is_newest(run: RunState) -> dict[int, Judgement]:
             state,
             _at(state, called(state), f"{called(state)} is whole, the pointer names step {max(targets)}"),
         )
-        for state in run.steps
+        for state in run.on_disk
         if state.whole and state.step > max(targets)
     )
     return _per_step(run, behind)

@@ -10,6 +10,7 @@ from auditor.invariants import (
     configuration,
     coverage,
     integrity,
+    integrity_kept,
     integrity_runs,
     metadata,
     numerics,
@@ -27,7 +28,7 @@ from auditor.invariants import (
 from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
-    integrity, integrity_runs, coverage, metadata, replica, stripes, cast, optimizer, optimizer_records,
+    integrity, integrity_runs, integrity_kept, coverage, metadata, replica, stripes, cast, optimizer, optimizer_records,
     optimizer_values, optimizer_twins, numerics, tying, reference, security, configuration, witnessed,
 )  # fmt: skip
 

@@ -3,27 +3,50 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from auditor import __version__
 from auditor.containers.damage import DamagedError
-from auditor.ledger.record import Asked, Said, StepRecord, is_of, keepable, recalled, record_of
+from auditor.ledger.changes import BEGINNING, Lineage, change_since, continued, is_on
+from auditor.ledger.record import (
+    Asked,
+    Place,
+    Said,
+    StepAccount,
+    StepRecord,
+    below_root,
+    is_of,
+    keepable,
+    moved,
+    recalled,
+    record_of,
+)
 from auditor.ledger.tree import Ledger, RecordName
 from auditor.model.catalog import Catalog
 from auditor.model.finding import Judgement
 from auditor.model.observation import Observations
-from auditor.model.run import StepState
-from auditor.storage.store import base_name
+from auditor.model.run import Change, StepState
+from auditor.storage.store import StorageError, base_name, join
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Recalled:
     """What a record gives instead of a pass over the weights."""
 
     record: StepRecord
     observations: Observations
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Steps that were audited and are not on the way to the newest step: the run was set back."""
+
+    number: int
+    steps: tuple[int, ...]
+    violated: Mapping[str, int]
+    """Id of an invariant to the first of the steps that violated it."""
 
 
 @dataclass(slots=True)
@@ -36,7 +59,9 @@ class Keeper:
     """Digest of the choices that change a judgement."""
     notes: list[str] = field(default_factory=list)
     """What is wrong with the ledger itself; nothing of that is believed."""
-    names: dict[int, list[RecordName]] = field(default_factory=dict)
+    accounts: dict[RecordName, StepAccount] = field(default_factory=dict)
+    placed: dict[tuple[int, str], Place] = field(default_factory=dict)
+    """By step and folder, those of this audit."""
 
     @classmethod
     def of(cls, ledger: Ledger, run: str, choices: Sequence[object]) -> Keeper:
@@ -48,36 +73,103 @@ class Keeper:
         """
         digest = hashlib.blake2b(repr(tuple(choices)).encode(), digest_size=8).hexdigest()
         keeper = cls(ledger, run, digest)
+        names: list[RecordName] = []
         if ledger.exists():
             with keeper.noting():
-                for name in ledger.names(run):
-                    keeper.names.setdefault(name.step, []).append(name)
+                names = ledger.names(run)
+        for name in names:
+            with keeper.noting():
+                keeper.accounts[name] = ledger.account(name)
         return keeper
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """What is damaged in the ledger is noted and not used."""
+        """What is damaged in the ledger, or can't be read, is noted and not used."""
         try:
             yield
-        except DamagedError as error:
+        except (DamagedError, StorageError) as error:
             self.notes.append(str(error))
 
     def recall(self, catalog: Catalog, asked: Asked) -> Recalled | None:
         """What was measured of this very content; of several records, of the one that says most."""
-        best: Recalled | None = None
-        for name in self.names.get(catalog.step, ()):
+        mine = [
+            name for name, account in self.accounts.items() if name.step == catalog.step and is_of(account, catalog)
+        ]
+        for name in sorted(mine, key=lambda name: self.rank(self.accounts[name]), reverse=True):
             with self.noting():
-                if is_of(self.ledger.account(name), catalog):
-                    record = self.ledger.record(name)
-                    found = recalled(record, catalog, asked)
-                    if found is not None and (best is None or self.rank(record) > self.rank(best.record)):
-                        best = Recalled(record, found)
-        return best
+                record = self.ledger.record(name)
+                found = recalled(record, catalog, asked)
+                if found is not None:
+                    return Recalled(record, found)
+        return None
 
-    def rank(self, record: StepRecord) -> tuple[bool, int]:
-        """What makes a record the better one: the same choices and version, then how much it says."""
-        said = record.account.said
-        return (said.choices, said.tool) == (self.choices, __version__), len(said.judgements)
+    def rank(self, account: StepAccount) -> tuple[int, bool, int, int]:
+        """What makes a record the better one: the later content, the same choices and version, how much it says."""
+        said = account.said
+        same = (said.choices, said.tool) == (self.choices, __version__)
+        return account.sequence, same, len(said.judgements), account.num_contents
+
+    def place(
+        self, catalog: Catalog, observations: Observations, state: StepState, known: Recalled | None, folder: str
+    ) -> StepState:
+        """Find the step's place among those audited before; its state, with what became of it since."""
+        mine = {
+            name: account
+            for name, account in self.accounts.items()
+            if (account.step, account.folder) == (catalog.step, folder)
+        }
+        key = catalog.step, folder
+
+        def told(account: StepAccount) -> Change | None:
+            found: Change | None = moved(account.said.state.change, lambda path: below_root(path, catalog.path))
+            return found
+
+        same = known.record.account if known else next((one for one in mine.values() if is_of(one, catalog)), None)
+        if same is not None:
+            self.placed[key] = Place(folder, same.sequence, same.lineage)
+            return replace(state, change=told(same), audited_before=same.said.state.audited_before)
+        if not mine:
+            self.placed[key] = Place(folder, 0, self.lineage_of(state, anew=False))
+            return state
+        last = max(mine, key=lambda name: self.rank(mine[name]))
+        earlier = mine[last]
+        self.placed[key] = Place(folder, earlier.sequence + 1, earlier.lineage)
+        with self.noting():
+            change = change_since(self.ledger.record(last), catalog, observations)
+            if change is not None and not change.num_kept:
+                self.placed[key] = replace(self.placed[key], lineage=self.lineage_of(state, anew=True))
+            return replace(state, change=change or told(earlier), audited_before=True)
+        return state
+
+    def lineage_of(self, state: StepState, *, anew: bool) -> Lineage:
+        """The branch of a step of which this content was not audited before."""
+        below = [(step, place.lineage) for (step, _), place in self.placed.items() if step < state.step]
+        if not below:
+            below = [(one.step, one.lineage) for one in self.accounts.values() if one.step < state.step]
+        previous = max(below, key=lambda item: (item[0], item[1]), default=(0, BEGINNING))[1]
+        return continued(previous, state.step, state.modified, self.accounts.values(), anew=anew)
+
+    @property
+    def lineage(self) -> Lineage:
+        """That of the newest step which is there."""
+        return max((place.lineage for place in self.placed.values()), key=lambda one: one[-1], default=BEGINNING)
+
+    def gone(self, present: Iterable[int], path: str) -> list[StepAccount]:
+        """Steps on the way to the newest one that are there no more, with what was said of each, told from ``path``."""
+        there = set(present)
+        best: dict[int, StepAccount] = {}
+        for account in sorted(self.accounts.values(), key=self.rank):
+            if account.step not in there and is_on(self.lineage, account):
+                best[account.step] = account
+        return [_told(account, path) for _, account in sorted(best.items())]
+
+    def branches(self) -> list[Branch]:
+        """What was audited and is not on the way to the newest step."""
+        others: dict[int, dict[int, StepAccount]] = {}
+        for account in sorted(self.accounts.values(), key=self.rank):
+            if not is_on(self.lineage, account) and account.lineage:
+                others.setdefault(account.lineage[-1][0], {})[account.step] = account
+        return [_branch(number, accounts) for number, accounts in sorted(others.items())]
 
     def said(
         self, state: StepState, judgements: Mapping[str, Judgement], wholeness: Mapping[str, Judgement], level: str,
@@ -97,27 +189,46 @@ class Keeper:
         """
         if self.ledger.writer is None or not keepable(catalog, observations):
             return
-        if known is None:
-            record = record_of(catalog, observations, asked, said, folder)
-        else:
-            before = known.record.account.said
-            same = (before.choices, before.tool) == (said.choices, said.tool)
-            if same and said.judgements.keys() <= before.judgements.keys():
-                return
-            account = record_of(catalog, observations, asked, said, folder).account
-            if same:
-                merged = {**before.judgements, **account.said.judgements}
-                account = replace(account, said=replace(account.said, judgements=merged))
-            old = known.record.account
-            # What was measured then is more than what was asked for now.
-            account = replace(
-                account, measured=old.measured, num_contents=old.num_contents, num_sketches=old.num_sketches
-            )
-            record = replace(known.record, account=account)
+        if known is not None and self._is_said(known.record.account.said, said):
+            return
+        record = record_of(catalog, observations, asked, said, self.placed[catalog.step, folder])
+        if known is not None:
+            record = _more(known.record, record)
         name = self.ledger.add(self.run, record)
-        mine = self.names.setdefault(name.step, [])
-        if name not in mine:
-            mine.append(name)
+        self.accounts[name] = record.account
+
+    @staticmethod
+    def _is_said(before: Said, said: Said) -> bool:
+        same = (before.choices, before.tool) == (said.choices, said.tool)
+        return same and said.judgements.keys() <= before.judgements.keys()
+
+
+def _more(before: StepRecord, now: StepRecord) -> StepRecord:
+    """What was measured then, which is more than was asked for now, with what is said now."""
+    old, account = before.account, now.account
+    if (old.said.choices, old.said.tool) == (account.said.choices, account.said.tool):
+        merged = {**old.said.judgements, **account.said.judgements}
+        account = replace(account, said=replace(account.said, judgements=merged))
+    account = replace(
+        account, measured=old.measured, num_contents=old.num_contents, num_sketches=old.num_sketches
+    )  # fmt: skip
+    return replace(before, account=account)
+
+
+def _told(account: StepAccount, path: str) -> StepAccount:
+    """An account of a step in the run at ``path``, whose folder is gone."""
+    step = join(path, account.folder)
+    said = moved(account.said, lambda kept: below_root(kept, step))
+    return replace(account, said=replace(said, state=replace(said.state, path=step, deleted=True)))
+
+
+def _branch(number: int, accounts: Mapping[int, StepAccount]) -> Branch:
+    violated: dict[str, int] = {}
+    for step in sorted(accounts):
+        for identifier, judgement in accounts[step].said.judgements.items():
+            if judgement.violations:
+                violated.setdefault(identifier, step)
+    return Branch(number, tuple(sorted(accounts)), dict(sorted(violated.items())))
 
 
 def run_name(location: str, path: str, *, alone: bool) -> str:

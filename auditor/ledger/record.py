@@ -111,6 +111,10 @@ class StepAccount:
     scalars: tuple[Scalar, ...] = ()
     num_contents: int = 0
     num_sketches: int = 0
+    sequence: int = 0
+    """How many other contents of the step were known when this one was audited."""
+    lineage: tuple[tuple[int, int], ...] = ((0, 0),)
+    """Branch and the first step saved in it, from the beginning of the run on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +142,24 @@ class Asked:
         return tuple(name for name in ("differences", "checksums") if getattr(self, name))
 
 
-def record_of(catalog: Catalog, observations: Observations, asked: Asked, said: Said, folder: str) -> StepRecord:
-    """The record of a step that was just audited. ``folder``: what the step's folder is called."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a step stands among those that were audited before."""
+
+    folder: str
+    """What the step's folder is called."""
+    sequence: int = 0
+    lineage: tuple[tuple[int, int], ...] = ((0, 0),)
+
+
+def record_of(catalog: Catalog, observations: Observations, asked: Asked, said: Said, place: Place) -> StepRecord:
+    """The record of a step that was just audited."""
     contents = contents_of(catalog, observations)
-    account = _account(catalog, observations, asked, said, folder)
-    account = replace(account, num_contents=len(contents), num_sketches=len(contents.sketches))
+    account = _account(catalog, observations, asked, said, place.folder)
+    account = replace(
+        account, num_contents=len(contents), num_sketches=len(contents.sketches), sequence=place.sequence,
+        lineage=place.lineage,
+    )  # fmt: skip
     return StepRecord(account, observations.pieces, contents)
 
 
@@ -261,7 +278,8 @@ def _catalog_digest(catalog: Catalog) -> str:
 
 _PATHS = frozenset({
     ("Location", "file"), ("Location", "reference_file"), ("Violation", "explained_by"), ("StepState", "missing"),
-    ("StepState", "optimizer_files"), ("Scalar", "file"),
+    ("StepState", "optimizer_files"), ("Scalar", "file"), ("Change", "changed"), ("Change", "rewritten"),
+    ("Change", "lost"),
 })  # fmt: skip
 """Fields of records that hold paths below the root that was opened."""
 _ABOVE, _ITSELF = "../", "."

@@ -23,6 +23,29 @@ class Commit(enum.Enum):
     IN_PROGRESS = "in progress"
 
 
+class ChangeKind(enum.Enum):
+    """How a step differs from what was audited under its number before."""
+
+    PARTLY = "partly changed"
+    """Some of its files are those that were audited, others hold something else, or are gone."""
+    ANEW = "saved again"
+    """None of its files is one that was audited."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What became of a step since it was audited."""
+
+    kind: ChangeKind
+    changed: tuple[str, ...] = ()
+    """Files with weights that hold something else now."""
+    rewritten: tuple[str, ...] = ()
+    """Files that were written again, of which it is not known what they hold, or that hold no weights."""
+    lost: tuple[str, ...] = ()
+    num_kept: int = 0
+    """Files that are as they were."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepState:
     """What the timeline knows of one saved step besides its outcomes."""
@@ -63,6 +86,12 @@ class StepState:
     """Of the mesh."""
     ranks_counted: bool = False
     """Whether that is the number of ranks of which files are there, and recorded nowhere."""
+    deleted: bool = False
+    """Whether its files are gone: what is known of it is from the ledger."""
+    audited_before: bool = False
+    """Whether the ledger knows something else under this number."""
+    change: Change | None = None
+    """What became of it since; None where nothing of what it holds did, or it was not audited before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +112,13 @@ class RunState:
     pointers: tuple[PointerState, ...] = ()
     complete: bool = True
     """Whether all saved steps are in ``steps``; if not, nothing can be said of pointers."""
+    kept: bool = False
+    """Whether there is a ledger that tells what was audited before."""
+
+    @property
+    def on_disk(self) -> tuple[StepState, ...]:
+        """The steps that are there, without those that the ledger alone knows."""
+        return tuple(state for state in self.steps if not state.deleted)
 
 
 @dataclass(frozen=True, slots=True)

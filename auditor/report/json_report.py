@@ -43,6 +43,7 @@ def run_object(run: RunReport, settings: Settings, location: str) -> dict[str, A
                 "verdict": step_verdict(step, run, settings), "commit": step.state.commit.value,
                 "level": step.level.name.lower(), "changed": list(step.changed), "failures": list(step.failures),
                 "opaque": dict(sorted(step.opaque.items())), "from_ledger": step.recalled,
+                "deleted": step.state.deleted,
             }
             for step in run.steps
         ],
@@ -53,6 +54,11 @@ def run_object(run: RunReport, settings: Settings, location: str) -> dict[str, A
             for (identifier, reason), count in sorted(run.undetermined().items())
         ],
         "unrecognised": [{"path": path, "reason": reason} for path, reason in sorted(run.unrecognised.items())],
+        "branches": [
+            {"branch": branch.number, "steps": list(branch.steps), "violated": dict(branch.violated)}
+            for branch in run.branches
+        ],
+        "ledger_notes": list(run.ledger_notes),
         "tool_version": __version__,
         "config_digest": config_digest(settings),
         "coverage": {

@@ -52,6 +52,7 @@ def _run(run: RunReport, report: Report, verbose: bool) -> Iterator[str]:
     yield ""
     yield from _trouble(run)
     yield from _coverage(run, verbose)
+    yield from _branches(run)
     word = verdict(run, report.settings)
     yield f"  [bold {_VERDICT_COLOURS[word]}]{word}[/]{_why_word(run, report)} · {_good_phrase(run, report)}"
 
@@ -95,6 +96,8 @@ def _read_phrase(run: RunReport) -> str:
     again = f", {size(seen.num_bytes_reread)} again for differences or checksums" if seen.num_bytes_reread else ""
     kept = sum(step.recalled for step in run.steps)
     again += f", {kept} of {len(run.steps)} steps from the ledger" if kept else ""
+    gone = [step.state.step for step in run.steps if step.state.deleted]
+    again += f" ({_numbers(gone)} deleted since)" if gone else ""
     return (
         f"{phrase}: read {size(seen.num_bytes_read)} of weights in {size(seen.num_bytes_total)} of files{again} · "
         f"{seen.num_tensors:,} tensors in {seen.num_pieces:,} pieces · {run.seconds:.1f} s"
@@ -232,6 +235,21 @@ def _files(locations: Sequence[Location], run: RunReport) -> Iterator[str]:
         yield f"    {safe(location.file)}{where}: {safe(location.detail)}"
     if len(locations) > MAX_TENSORS:
         yield f"    … and {len(locations) - MAX_TENSORS} more (all in --format json)"
+
+
+def _numbers(steps: Sequence[int]) -> str:
+    """A few steps by their numbers, many by the first and the last."""
+    few = len(steps) <= 4
+    return ", ".join(map(str, steps)) if few else f"{len(steps)} of {steps[0]} … {steps[-1]}"
+
+
+def _branches(run: RunReport) -> Iterator[str]:
+    """What was audited and is not on the way to the newest step."""
+    for branch in run.branches:
+        bad = ", ".join(f"{identifier} from {step}" for identifier, step in branch.violated.items())
+        yield f"  set back        the ledger holds steps {_numbers(branch.steps)} of before{f': {bad}' if bad else ''}"
+    for note in run.ledger_notes:
+        yield f"  [yellow]ledger[/]          not used: {safe(note)}"
 
 
 def _trouble(run: RunReport) -> Iterator[str]:

@@ -52,6 +52,8 @@ def _why_not(
     fail_on: Severity, *, strict: bool,
 ) -> str:  # fmt: skip
     """Why a step is not good; empty where it is."""
+    if state.deleted:
+        return "it is deleted; the ledger alone knows it"
     if state.commit is not Commit.COMMITTED:
         return f"it is {state.commit.value}"
     if finding is not None:

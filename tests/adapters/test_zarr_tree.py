@@ -193,9 +193,9 @@ def test_one_step_may_be_opened_by_itself(plain_run):
 
 def test_large_runs_are_weighed_by_all_their_files(plain_run, monkeypatch):
     size = sum(file.stat().st_size for file in plain_run.glob("steps/*/**/*") if file.is_file())
-    monkeypatch.setattr("auditor.audit.LARGE_RUN_BYTES", size)
+    monkeypatch.setattr("auditor.listing.LARGE_RUN_BYTES", size)
     assert [step.level for step in audited(plain_run)[1].steps] == [Level.VALUES, Level.VALUES]
-    monkeypatch.setattr("auditor.audit.LARGE_RUN_BYTES", size - 1)
+    monkeypatch.setattr("auditor.listing.LARGE_RUN_BYTES", size - 1)
     assert [step.level for step in audited(plain_run)[1].steps] == [Level.REPLICAS, Level.VALUES]
 
 

@@ -162,7 +162,7 @@ def test_no_suspicion_where_the_files_say_why_or_not_all_counters_repeat(tmp_pat
 
 def test_a_newest_step_that_alone_is_read_whole(tmp_path, monkeypatch):
     """Steps of large runs are read at two levels; what is stored more than once was read of both."""
-    monkeypatch.setattr("auditor.audit.LARGE_RUN_BYTES", 0)
+    monkeypatch.setattr("auditor.listing.LARGE_RUN_BYTES", 0)
     for put, expected in ((False, []), (True, [("INT011", Severity.ERROR)])):
         with_a_skipped_step(tmp_path)
         if put:

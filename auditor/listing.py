@@ -1,0 +1,59 @@
+"""The files of a run's steps, listed once: how much there is to read decides how it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from auditor.adapters.adapter import TreeAdapter
+from auditor.discovery import StepSource
+from auditor.settings import Level
+from auditor.storage.store import Entry, StorageError, Store
+
+LARGE_RUN_BYTES = 16 << 30
+"""Runs larger than this are by default read at `replicas`, and at `values` only in the newest step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What lies in the folders of steps."""
+
+    store: Store
+    listed: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
+    """Path of a step to its files, once they were listed."""
+
+    def files(self, source: StepSource) -> tuple[Entry, ...]:
+        """A step's files: its level, its kernels and its age are all told by them."""
+        if source.folder.path not in self.listed:
+            self.listed[source.folder.path] = tuple(self._list(source))
+        return self.listed[source.folder.path]
+
+    def _list(self, source: StepSource) -> Iterator[Entry]:
+        """The files in a step's folder, and those one level below (a folder a rank); or as the adapter says."""
+        if isinstance(source.adapter, TreeAdapter):
+            yield from source.adapter.files(self.store, source.folder)
+            return
+        yield from source.folder.files.values()
+        for name in source.folder.folders.values():
+            try:
+                yield from (entry for entry in self.store.list(name.name) if not entry.is_folder)
+            except StorageError:
+                continue
+
+    def modified(self, source: StepSource) -> float:
+        """Time of a step's newest file, seconds since the epoch."""
+        return max((entry.modified for entry in self.files(source)), default=0.0)
+
+    def levels(self, sources: Sequence[StepSource], level: Level | None) -> list[Level]:
+        """How much is read of every step, where ``level`` does not say it."""
+        if level is not None:
+            return [level] * len(sources)
+        total = sum(entry.num_bytes for source in sources for entry in self.files(source))
+        if len(sources) == 1 or total <= LARGE_RUN_BYTES:
+            return [Level.VALUES] * len(sources)
+        return [Level.REPLICAS] * (len(sources) - 1) + [Level.VALUES]
+
+    def weights_ahead(self, sources: Sequence[StepSource], levels: Sequence[Level]) -> int:
+        """About how many bytes of weights that are."""
+        read = [step for step, level in zip(sources, levels, strict=True) if level >= Level.VALUES]
+        return sum(entry.num_bytes for step in read for entry in self.files(step))
