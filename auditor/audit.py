@@ -264,7 +264,7 @@ class _Audit:
             for number, text in observations.failures.items()
             if catalog.files[number].state is FileState.PRESENT and not changed
         )
-        if self.keeper and not failures and not changed:
+        if self.keeper and level > Level.NAMES and not failures and not changed:
             said = self.keeper.said(state, judgements, wholeness, level.name, full)
             self.keeper.keep(catalog, observations, asked, said, known, where)
         return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh, bool(known))

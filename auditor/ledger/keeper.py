@@ -17,6 +17,7 @@ from auditor.ledger.record import (
     StepAccount,
     StepRecord,
     below_root,
+    has_files_of,
     is_of,
     keepable,
     moved,
@@ -124,7 +125,9 @@ class Keeper:
             found: Change | None = moved(account.said.state.change, lambda path: below_root(path, catalog.path))
             return found
 
-        same = known.record.account if known else next((one for one in mine.values() if is_of(one, catalog)), None)
+        same = (
+            known.record.account if known else next((one for one in mine.values() if has_files_of(one, catalog)), None)
+        )
         if same is not None:
             self.placed[key] = Place(folder, same.sequence, same.lineage)
             return replace(state, change=told(same), audited_before=same.said.state.audited_before)
