@@ -122,8 +122,8 @@ class Keeper:
         key = catalog.step, folder
 
         def told(account: StepAccount) -> Change | None:
-            found: Change | None = moved(account.said.state.change, lambda path: below_root(path, catalog.path))
-            return found
+            change: Change | None = moved(account.said.state.change, lambda path: below_root(path, catalog.path))
+            return change
 
         same = (
             known.record.account if known else next((one for one in mine.values() if has_files_of(one, catalog)), None)

@@ -77,9 +77,10 @@ def test_a_step_that_changed_is_read_again(tmp_path):
     poke(run, 20, "3.input_layernorm.weight", place="tp=0", value=float32_bits(float("nan")) >> 16)
     again = report(run, ledger)
     assert [step.state.step for step in again.runs[0].steps if not step.recalled] == [20]
-    found, without = said(again), said(report(run, None))
-    assert [finding["id"] for finding in found["findings"]] == ["INT016", "REP001"]
-    assert found["findings"][1:] == without["findings"]
+    found = {finding["id"]: finding for finding in said(again)["findings"]}
+    # What differs by it in this step is a consequence of the change; the drift in other steps stays what it is.
+    assert "REP001" in found["INT016"]["consequences"]
+    assert found["REP001"] == said(report(RUN, None))["findings"][0]
 
 
 def test_what_is_no_ledger_is_left_alone(tmp_path):
