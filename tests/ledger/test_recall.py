@@ -79,7 +79,7 @@ def test_a_step_that_changed_is_read_again(tmp_path):
     assert [step.state.step for step in again.runs[0].steps if not step.recalled] == [20]
     found = {finding["id"]: finding for finding in said(again)["findings"]}
     # What differs by it in this step is a consequence of the change; the drift in other steps stays what it is.
-    assert "REP001" in found["INT016"]["consequences"]
+    assert "REP001" in found["INT017"]["consequences"]
     assert found["REP001"] == said(report(RUN, None))["findings"][0]
 
 
