@@ -22,6 +22,7 @@ _UNANSWERED = {
     "Connect": "no connection", "Timeout": "no answer in time", "Interrupted": "the connection broke",
     "Decode": "the answer broke off",
 }  # fmt: skip
+_OTHER_RANGE = re.compile(r"Requested .{1,80}, got |Received non-partial response|content range", re.IGNORECASE)
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -40,6 +41,8 @@ def explained(error: Exception, name: str) -> StorageError:
         return ShortReadError(f"{name}: the object ends before the range that was asked for")
     if status in (401, 403):
         return AccessDeniedError(f"{name}: {reason}")
+    if not status and _OTHER_RANGE.search(text):
+        return TransientReadError(f"{name}: another range came than was asked for")
     if status in _TRANSIENT or (not status and _KIND.search(text)):
         return TransientReadError(f"{name}: {reason}")
     return StorageError(f"{name}: {reason}")

@@ -20,7 +20,7 @@ def walk(store: Store, after: str = "", refused: Callable[[str, StorageError], N
     Raises:
         StorageError: the root can't be listed.
     """
-    native = getattr(store, "walk", None)
+    native = getattr(store, "walk", None) or getattr(getattr(store, "inner", None), "walk", None)
     if native is not None:
         yield from _streamed(native, after)
     else:
