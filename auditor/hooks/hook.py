@@ -71,12 +71,19 @@ def split(path: str) -> tuple[str, str]:
     return run or "/", name
 
 
+_FAILURES = (
+    AuditorError, OSError, ValueError, TypeError, RuntimeError, LookupError, MemoryError, AttributeError,
+    AssertionError, ArithmeticError, ImportError, EOFError,
+)  # fmt: skip
+"""Everything but what is meant to stop the process."""
+
+
 @contextmanager
 def survived(what: str, *, raising: bool) -> Iterator[None]:
     """Whatever goes wrong in here is logged, and goes no further unless that is asked for."""
     try:
         yield
-    except (AuditorError, OSError, ValueError, TypeError, RuntimeError, LookupError, MemoryError) as error:
+    except _FAILURES as error:
         if raising:
             raise
         LOG.warning("%s failed, training goes on: %s: %s", what, type(error).__name__, error)

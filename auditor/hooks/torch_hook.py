@@ -1,4 +1,12 @@
-"""The hook for torch: a witness of a state dict before it is saved, by whatever writer."""
+"""The hook for torch: a witness of a state dict before it is saved, by whatever writer, and an audit after it.
+
+hook = TorchHook(after=AfterCommit())                      # on every rank, after the process group is there
+hook.save(step, state, f"{run}/step-{step}")               # instead of torch.distributed.checkpoint.save
+future = hook.async_save(step, state, f"{run}/step-{step}")
+
+hook.witness(step, state, path)                            # with any other writer: before it saves
+hook.committed(step, path)                                 # and when all ranks' files are there
+"""
 
 from __future__ import annotations
 
@@ -7,34 +15,40 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from auditor.hooks.after_commit import AfterCommit
 from auditor.hooks.hook import LOG, Witnessed, Witnesses, survived
 from auditor.hooks.torch_pieces import resolved
 from auditor.hooks.torch_witness import THREADS, record
 from auditor.model.mesh import Coordinate
 
+Path = str | os.PathLike[str]
+
 
 class TorchHook:
     """Made once on every rank, after the process group.
 
-    ``rank, num_ranks``: told by torch.distributed where it is set up, else 0 of 1. ``axes``: this rank's index along
-    named mesh axes, for tensors that are whole on every rank; by default ``{"rank": rank}``. ``launch``: see
+    ``after``: audits on rank 0 what was committed; None: nothing is audited here. ``rank, num_ranks``: told by
+    torch.distributed where it is set up, else 0 of 1. ``axes``: this rank's index along named mesh axes, for tensors
+    that are whole on every rank; by default ``{"rank": rank}``. ``launch``: see
     :class:`~auditor.hooks.hook.Witnesses`. ``raising``: whether a failure of the hook itself is raised.
     """
 
     def __init__(
-        self, *, rank: int | None = None, num_ranks: int | None = None, axes: Mapping[str, int] | None = None,
-        launch: str | None = None, threads: int = THREADS, raising: bool = False,
+        self, after: AfterCommit | None = None, *, rank: int | None = None, num_ranks: int | None = None,
+        axes: Mapping[str, int] | None = None, launch: str | None = None, threads: int = THREADS,
+        raising: bool = False,
     ) -> None:  # fmt: skip
         own, total = _of_process_group()
         self.rank = own if rank is None else rank
         self.num_ranks = total if num_ranks is None else num_ranks
         self.place = Coordinate.of(**axes) if axes else Coordinate.of(rank=self.rank)
         self.threads, self.raising = threads, raising
+        self.after = after if self.rank == 0 else None
         self.witnesses = Witnesses(self.rank, self.num_ranks, launch)
 
     def witness(
-        self, step: int, state: Mapping[str, Any], path: str | os.PathLike[str], *, buffers: Iterable[str] = ()
-    ) -> Witnessed | None:
+        self, step: int, state: Mapping[str, Any], path: Path, *, buffers: Iterable[str] = ()
+    ) -> Witnessed | None:  # fmt: skip
         """Digest what this rank holds of ``state``, which is about to be saved to ``path``, and leave it beside.
 
         No other rank is waited for. ``buffers``: names of tensors that are buffers of the model. None: it failed, which
@@ -42,19 +56,69 @@ class TorchHook:
         """
         begun = time.perf_counter()
         with survived(f"the witness of step {step}", raising=self.raising):
-            recorder = record(state, self.rank, self.num_ranks, self.place, buffers, self.threads)
+            recorder = record(resolved(state), self.rank, self.num_ranks, self.place, buffers, self.threads)
             for why, count in recorder.skipped.items():
                 LOG.info("the witness of step %d leaves out %d pieces: %s", step, count, why)
-            return self.witnesses.leave(step, os.fspath(path), recorder, begun)
+            done = self.witnesses.leave(step, os.fspath(path), recorder, begun)
+            if self.after is not None and self.after.log is not None:
+                numbers = {"auditor/witness_seconds": done.seconds, "auditor/witness_bytes": float(done.num_bytes)}
+                self.after.log(numbers, step)
+            return done
         return None
 
-    def save(self, step: int, state: Mapping[str, Any], path: str | os.PathLike[str], **choices: Any) -> Any:
-        """Witness ``state`` and save it by ``torch.distributed.checkpoint.save``, which takes ``choices``."""
+    def committed(self, step: int, path: Path) -> None:
+        """Tell that all ranks' files of the step are durable; audited on rank 0.
+
+        Raises:
+            ViolationError: where the hook was told to raise what an audit finds.
+        """
+        if self.after is not None:
+            self.after.committed(step, os.fspath(path))
+
+    def save(self, step: int, state: Mapping[str, Any], path: Path, **choices: Any) -> Any:
+        """Witness ``state`` and save it by ``torch.distributed.checkpoint.save``, which takes ``choices``.
+
+        Raises:
+            ViolationError: as :meth:`committed`; and whatever the writer raises.
+        """
         import torch.distributed.checkpoint as dcp
 
         plain = resolved(state)
         self.witness(step, plain, path)
-        return dcp.save(plain, checkpoint_id=path, **choices)
+        metadata = dcp.save(plain, checkpoint_id=path, **choices)
+        self.committed(step, path)
+        return metadata
+
+    def async_save(self, step: int, state: Mapping[str, Any], path: Path, **choices: Any) -> Any:
+        """As :meth:`save` by ``async_save``: the witness is taken before it returns, the audit when all is uploaded.
+
+        The step that is staged must not change meanwhile: INT014 is what shows that it did.
+        """
+        import torch.distributed.checkpoint as dcp
+
+        plain = resolved(state)
+        self.witness(step, plain, path)
+        response = dcp.async_save(plain, checkpoint_id=path, **choices)
+        uploaded = getattr(response, "upload_completion", response)
+        uploaded.add_done_callback(lambda future: self._uploaded(step, path, future))
+        return response
+
+    def _uploaded(self, step: int, path: Path, future: Any) -> None:
+        if future.cancelled() or future.exception() is not None:
+            LOG.warning("step %d was not saved, so it is not audited", step)
+            return
+        # In a thread of the writer's: what an audit finds is raised by the next call of the hook.
+        with survived(f"the audit of step {step}", raising=False):
+            self.committed(step, path)
+
+    def close(self) -> None:
+        """Wait for the audits under way.
+
+        Raises:
+            ViolationError: as :meth:`committed`.
+        """
+        if self.after is not None:
+            self.after.close()
 
 
 def _of_process_group() -> tuple[int, int]:

@@ -20,11 +20,15 @@ SCHEMA_VERSION = 1
 
 def to_json(report: Report) -> str:
     """The report as one JSON document; several runs are wrapped in one object."""
+    return json.dumps(document(report), indent=2, ensure_ascii=True, allow_nan=False)
+
+
+def document(report: Report) -> dict[str, Any]:
+    """The report as what JSON can hold."""
     runs = [run_object(run, report.settings, report.location) for run in report.runs]
-    document = runs[0] if len(runs) == 1 else {
-        "schema_version": SCHEMA_VERSION, "exit_code": int(exit_code(report)), "runs": runs,
-    }  # fmt: skip
-    return json.dumps(document, indent=2, ensure_ascii=True, allow_nan=False)
+    if len(runs) == 1:
+        return runs[0]
+    return {"schema_version": SCHEMA_VERSION, "exit_code": int(exit_code(report)), "runs": runs}
 
 
 def run_object(run: RunReport, settings: Settings, location: str) -> dict[str, Any]:
