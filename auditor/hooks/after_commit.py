@@ -49,8 +49,8 @@ class AfterCommit:
     ``choices``: options of `auditor check` by name, such as ``{"level": "replicas"}``. ``seconds``: how long one audit
     may take; 0: as long as it needs. ``log``: told ``({name: number}, step)`` after every audit. ``on_violation``:
     `log` writes a warning; `callback` also calls ``callback(report)`` with the JSON report; `raise` raises
-    :class:`ViolationError`, from the next call of the hook where the audit runs beside training. ``pending``: steps that
-    may wait; further ones are left to a later audit and counted.
+    :class:`ViolationError`, from the next call of the hook where the audit runs beside training. ``pending``: steps
+    that may wait; further ones are left to a later audit and counted.
     """
 
     mode: Mode = "thread"

@@ -61,7 +61,8 @@ def word_keys() -> NDArray[np.uint64]:
     return keys
 
 
-def _block_keys(blocks: NDArray[np.uint64], lane: int) -> NDArray[np.uint64]:
+def block_keys(blocks: NDArray[np.uint64], lane: int) -> NDArray[np.uint64]:
+    """K of one lane for many blocks."""
     z = np.uint64(BLOCK_SEEDS[lane]) + (blocks + np.uint64(1)) * np.uint64(_GOLDEN)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -184,7 +185,7 @@ def _digest_run(words: NDArray[np.uint32], first: int, pattern: tuple[int, ...])
         lanes = []
         for lane in (0, 1):
             sums = np.einsum("bw,w->b", inside, word_keys()[lane]) + np.uint64(_counted(lane, pattern))
-            lanes.append(int((sums * _block_keys(blocks, lane)).sum(dtype=np.uint64)))
+            lanes.append(int((sums * block_keys(blocks, lane)).sum(dtype=np.uint64)))
         total = add(total, (lanes[0], lanes[1]))
     return add(total, _digest_part(words[head + body :], first + head + body, pattern))
 
@@ -249,7 +250,7 @@ def _digest_aligned(
     for lane in (0, 1):
         keys = word_keys()[lane][place : place + length]
         sums = np.einsum("rw,w->r", words, keys) + (ones * keys).sum(dtype=np.uint64)
-        lanes[lane] = sums * _block_keys(blocks, lane)
+        lanes[lane] = sums * block_keys(blocks, lane)
     return lanes
 
 
@@ -272,7 +273,7 @@ def _sum_by_place(values: NDArray[np.uint64], places: NDArray[np.int64]) -> NDAr
         found, which = np.arange(low, high + 1), blocks - low
     lanes = np.empty((2, len(values)), np.uint64)
     for lane in (0, 1):
-        keys = word_keys()[lane][inside] * _block_keys(found.astype(np.uint64), lane)[which]
+        keys = word_keys()[lane][inside] * block_keys(found.astype(np.uint64), lane)[which]
         lanes[lane] = (values * keys).sum(axis=1, dtype=np.uint64)
     return lanes
 

@@ -31,9 +31,13 @@ def step(run, number):
 def test_a_drift_is_raised_where_that_is_asked_for(run, mode):
     after = AfterCommit(mode, "raise")
     after.committed(GOOD, step(run, GOOD))
-    with pytest.raises(ViolationError, match="REP001") as raised:
+
+    def drifted():
         after.committed(DRIFTED, step(run, DRIFTED))
         after.close()
+
+    with pytest.raises(ViolationError, match="REP001") as raised:
+        drifted()
     assert raised.value.report["findings"][0]["id"] == "REP001"
 
 

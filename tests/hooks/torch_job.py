@@ -98,7 +98,7 @@ def asynchronous(rank, hook, run):
 
 
 def odd(rank, hook, run):
-    """What must not stop a job: meta tensors, nothing of a tensor, NaN everywhere, objects; a rank leaves no witness."""
+    """What must not stop a job: meta tensors, nothing of a tensor, NaN everywhere, objects; a rank leaves none."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     tensors = {"short": distribute_tensor(some(2, 3), mesh, (Shard(0),)),
                "nan": distribute_tensor(torch.full((8,), torch.nan), mesh, (Replicate(),)),
