@@ -8,6 +8,7 @@ hook.close(manager)                                       # instead of manager.w
 from __future__ import annotations
 
 import os
+import pathlib
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -109,7 +110,7 @@ class JaxHook:
         """Audit those of the saved steps that have their final name by now."""
         waiting, self._unfinished = self._unfinished, []
         for step, path in waiting:
-            if not os.path.isdir(path):
+            if not pathlib.Path(path).is_dir():
                 self._unfinished.append((step, path))
             elif self.after is not None:
                 self.after.committed(step, path)
@@ -131,7 +132,7 @@ def step_path(manager: Any, step: int) -> str:
     """Where a CheckpointManager puts a step."""
     names = getattr(manager, "_step_name_format", None)
     name = names.build_name(step) if names is not None else str(step)
-    return os.path.join(os.fspath(manager.directory), name)
+    return f"{os.fspath(manager.directory)}/{name}"
 
 
 def trees_of(arguments: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,8 +50,9 @@ def in_memory(evidence: StepEvidence) -> Mapping[int, InMemory]:
 
 
 def _violation(evidence: StepEvidence, tensor: Tensor, compared: Compared, buffer: bool) -> Violation:
-    places = list(compared.held)
-    classes = classes_of({number: _contents(rows) for number, rows in enumerate(compared.held.values())})
+    held = _by_fewest_axes(compared.held)
+    places = list(held)
+    classes = classes_of({number: _contents(rows) for number, rows in enumerate(held.values())})
     sides = tuple(tuple(places[member] for member in members) for members in classes)
     majority = 2 * len(sides[0]) > len(places)
     reference = sides[0] if majority else min(sides, key=lambda side: side[0].indices)
@@ -60,9 +61,28 @@ def _violation(evidence: StepEvidence, tensor: Tensor, compared: Compared, buffe
         tensor = replace(tensor, role=Role.BUFFER)
     severity = Severity.WARNING if buffer and not evidence.strict_buffers else None
     return Violation(
-        tensor.name, tuple(_location(evidence, tensor, compared, place, reference[0]) for place in others),
+        tensor.name, tuple(_location(evidence, tensor, held, place, reference[0]) for place in others),
         f"{tensor.name} differs", sides, severity, others if majority else (),
     )  # fmt: skip
+
+
+def _by_fewest_axes(held: Mapping[Coordinate, NDArray[np.void]]) -> Mapping[Coordinate, NDArray[np.void]]:
+    """The same by the one axis that tells apart what differs, where there is such an axis; as it is otherwise."""
+    contents = {place: _contents(rows) for place, rows in held.items()}
+    axes = [axis for axis, _ in next(iter(held)).indices]
+    for axis in axes if len(axes) > 1 else ():
+        found: dict[Coordinate, list[Coordinate]] = {}
+        for place in held:
+            found.setdefault(place.along((axis,)), []).append(place)
+        agreeing = all(_agree([contents[member] for member in members]) for members in found.values())
+        if agreeing and len(found) > 1 and all(place.indices for place in found):
+            return {place: np.concatenate([held[member] for member in members]) for place, members in found.items()}
+    return held
+
+
+def _agree(contents: Sequence[Mapping[object, tuple[int, int]]]) -> bool:
+    """Whether all hold the same wherever the first of them holds something."""
+    return all(other.get(key, pair) == pair for other in contents for key, pair in contents[0].items())
 
 
 def _contents(rows: NDArray[np.void]) -> dict[object, tuple[int, int]]:
@@ -72,21 +92,24 @@ def _contents(rows: NDArray[np.void]) -> dict[object, tuple[int, int]]:
 
 
 def _location(
-    evidence: StepEvidence, tensor: Tensor, compared: Compared, place: Coordinate, reference: Coordinate
+    evidence: StepEvidence, tensor: Tensor, held: Mapping[Coordinate, NDArray[np.void]], place: Coordinate,
+    reference: Coordinate,
 ) -> Location:  # fmt: skip
     witness = evidence.witness
     assert witness is not None
-    mine, theirs = compared.held[place], compared.held[reference]
+    mine, theirs = held[place], held[reference]
     other = {(row["start"], row["stop"]): row for row in theirs}
     pairs = [(row, other[row["start"], row["stop"]]) for row in mine if (row["start"], row["stop"]) in other]
     unlike = [(a, b) for a, b in pairs if (a["lane0"], a["lane1"]) != (b["lane0"], b["lane1"])]
     ranks, reference_ranks = ({int(pair[side]["rank"]) for pair in unlike} for side in (0, 1))
+    apart_by_rank = not ranks & reference_ranks
     gaps = [abs(float(a[name]) - float(b[name])) for a, b in unlike for name in ("minimum", "maximum")]
     apart = max((gap for gap in gaps if math.isfinite(gap)), default=0.0)
     much = f"; by their extrema at least {apart:.2g} apart" if apart > 0 else ""
     return Location(
         evidence.catalog.step, witness.files.get(min(ranks, default=-1), ""), tensor.name, tensor.role, tensor.order,
         place, reference, reference_file=witness.files.get(min(reference_ranks, default=-1), ""),
-        ranks=tuple(sorted(ranks)), reference_ranks=tuple(sorted(reference_ranks)),
+        ranks=tuple(sorted(ranks)) if apart_by_rank else (),
+        reference_ranks=tuple(sorted(reference_ranks)) if apart_by_rank else (),
         detail=f"unequal in memory, by the witness's digests{much}",
     )  # fmt: skip

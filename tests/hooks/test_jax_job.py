@@ -1,0 +1,44 @@
+"""Orbax saves replicas that have drifted without complaint: the witness names them. Needs jax and orbax-checkpoint."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from auditor.audit import audit
+from auditor.storage.local import LocalStore
+from tests.paths import ROOT
+
+pytest.importorskip("jax")
+pytest.importorskip("orbax.checkpoint")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("job")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.hooks.jax_job", str(folder)], cwd=ROOT, capture_output=True,
+        text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (run,) = audit(LocalStore(folder)).runs
+    return run
+
+
+def test_the_replica_that_drifted_is_named(job):
+    finding = next(finding for finding in job.findings if finding.id == "REP001")
+    assert {(x.step, x.tensor, str(x.coordinate)) for x in finding.locations} == {
+        (step, "scale", "data=1") for step in (2, 3)
+    }
+    assert finding.intervals[0].last_good == 1
+
+
+def test_the_mosaic_that_orbax_stored_is_what_its_replicas_held(job):
+    """Stripe by stripe: no replica holds the whole of it, but each stripe is of one."""
+    assert not [finding for finding in job.findings if finding.id == "INT014"]
+    assert [step.judgements["INT014"].num_holds for step in job.steps] == [3, 3, 3]
+
+
+def test_replicas_that_agree_hold(job):
+    assert job.steps[0].judgements["REP001"].num_holds == 3
