@@ -87,6 +87,8 @@ class DatabaseArrays:
     def __init__(self, store: Store, folder: Folder) -> None:
         self.store, self.folder = store, folder
         self.found = Arrays()
+        self.documents: dict[bytes, ZarrArray] = {}
+        """Many arrays have one shape, and so one document."""
 
     def read(self) -> Arrays:
         """The arrays. What is wrong is in the result."""
@@ -181,8 +183,10 @@ class DatabaseArrays:
         file, last = join(path, value.place.file), zarr_v2.DOCUMENT
         try:
             raw = self._read(file, value)
-            last = V3_DOCUMENT if b'"node_type"' in raw else last
-            return StoredArray(name, file, document_of(last, raw))
+            if raw not in self.documents:
+                last = V3_DOCUMENT if b'"node_type"' in raw else last
+                self.documents[raw] = document_of(last, raw)
+            return StoredArray(name, file, self.documents[raw])
         except DamagedError as error:
             return StoredArray(name, file, None, f"the document of {name}: {error}", FileState.DAMAGED)
         except StorageError as error:

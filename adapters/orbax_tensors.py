@@ -115,25 +115,24 @@ class OrbaxTensors:
         if entry.lost_in or array.unsupported:
             file = self._unread(entry) if not entry.lost_in else self.files.numbers[entry.lost_in]
             for position in islice(array.positions(), MAX_NAMED):
-                self._piece(number, entry, file, 0, position)
+                self._lost(number, entry, file, position)
             return
-        length = array.chunk_bytes(entry.dtype)
+        length, strides = array.chunk_bytes(entry.dtype), c_strides(array.chunk_shape)
         for position, chunk in sorted(stored.chunks.items()):
-            place = coordinate_of(entry.how, array.box(position).start)
+            box = array.box(position)
+            place = coordinate_of(entry.how, box.start)
             file, offset = self.files.place(chunk, array.codec, length, place)
-            self._piece(number, entry, file, offset, position)
+            self.builder.piece(number, file, offset, box, place, key=stored.name, strides=strides)
             if at in self.wanted and not position:
                 self.scalars[at] = file, offset
         if len(stored.chunks) < array.num_chunks:
             for position in islice((one for one in array.positions() if one not in stored.chunks), MAX_NAMED):
-                self._piece(number, entry, self._missing(entry, position), 0, position)
+                self._lost(number, entry, self._missing(entry, position), position)
 
-    def _piece(self, number: int, entry: Found, file: int, offset: int, position: Position) -> None:
+    def _lost(self, number: int, entry: Found, file: int, position: Position) -> None:
+        """The piece of a chunk that is not to be had."""
         box = entry.array.box(position)
-        strides = c_strides(entry.array.chunk_shape)
-        self.builder.piece(
-            number, file, offset, box, coordinate_of(entry.how, box.start), key=entry.stored.name, strides=strides
-        )
+        self.builder.piece(number, file, 0, box, coordinate_of(entry.how, box.start), key=entry.stored.name)
 
     def _unread(self, entry: Found) -> int:
         path = f"{entry.item}/{entry.stored.name}".lstrip("/")

@@ -3,7 +3,6 @@
 import struct
 
 import google_crc32c
-import zstandard
 
 MANIFEST, BTREE = 0x0CDB3A2A, 0x0CDB20DE
 
@@ -23,7 +22,10 @@ def varints(numbers):
 def envelope(magic, body, compressed=False, length=None, checksum=None):
     """A node; ``length`` and ``checksum`` may be lies."""
     head = varint(0) + varint(int(compressed))
-    body = zstandard.compress(body) if compressed else body
+    if compressed:
+        import zstandard
+
+        body = zstandard.compress(body)
     total = 12 + len(head) + len(body) + 4
     raw = struct.pack(">I", magic) + struct.pack("<Q", total if length is None else length) + head + body
     return raw + struct.pack("<I", google_crc32c.value(raw) if checksum is None else checksum)

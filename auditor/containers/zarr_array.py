@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -57,7 +58,7 @@ class ZarrArray(ZarrNode):
     @property
     def grid(self) -> tuple[int, ...]:
         """Chunks along every dim."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))
+        return _grid(self.shape, self.chunk_shape)
 
     @property
     def num_chunks(self) -> int:
@@ -119,6 +120,12 @@ class ZarrArray(ZarrNode):
         true = DTYPES.get(source_dtype)
         carries = own is not None and own.kind is Kind.UNSIGNED and true is not None and true.bits == own.bits
         return true if carries else None
+
+
+@lru_cache(maxsize=1024)
+def _grid(shape: tuple[int, ...], chunk_shape: tuple[int, ...]) -> tuple[int, ...]:
+    # Asked for at every key; a step's arrays have few shapes.
+    return tuple(-(-n // c) for n, c in zip(shape, chunk_shape, strict=True))
 
 
 def _positions(grid: tuple[int, ...]) -> Iterator[Position]:
