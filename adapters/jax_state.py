@@ -14,8 +14,8 @@ from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.optax_paths import Path
 from auditor.adapters.optax_record import numbers, record, recorded_step
 from auditor.adapters.optax_tree import Leaf, OptaxTree
-from auditor.containers.flax_msgpack import FlaxArray, Plain, Stretch, num_stored
-from auditor.model.catalog import Role
+from auditor.containers.state_array import Plain, StateArray, Stretch, num_stored
+from auditor.model.catalog import Role, c_strides
 from auditor.model.dtype import DTYPES, DType
 from auditor.model.mesh import EVERYWHERE
 from auditor.model.region import FlatRange, whole
@@ -45,19 +45,22 @@ class Stored:
     key: str = ""
     """What the file calls it, where that is not its path joined by dots."""
     is_key: bool = False
+    column_major: bool = False
 
 
 def stored(
-    file: str, prefix: Path, leaves: Iterable[tuple[Path, FlaxArray | Plain | None]]
+    file: str, prefix: Path, leaves: Iterable[tuple[Path, StateArray | Plain | None]]
 ) -> tuple[list[Stored], dict[str, int]]:
     """The leaves of a file's tree that are arrays or numbers; and dtypes that aren't read, with how many have them."""
     found, unknown = list[Stored](), dict[str, int]()
     for path, node in leaves:
-        if isinstance(node, FlaxArray) and node.dtype is None:
+        if isinstance(node, StateArray) and node.dtype is None:
             name = f"dtype {node.dtype_name[:32]}"
             unknown[name] = unknown.get(name, 0) + 1
-        elif isinstance(node, FlaxArray) and node.dtype is not None:
-            found.append(Stored((*prefix, *path), node.dtype, node.shape, file, node.stretches))
+        elif isinstance(node, StateArray) and node.dtype is not None:
+            found.append(
+                Stored((*prefix, *path), node.dtype, node.shape, file, node.stretches, column_major=node.column_major)
+            )
         elif isinstance(node, Plain) and isinstance(node.value, (int, float)):
             dtype = DTYPES["bool" if isinstance(node.value, bool) else f"{type(node.value).__name__}64"]
             found.append(Stored((*prefix, *path), dtype, (), file, value=float(node.value)))
@@ -93,7 +96,10 @@ class StatePlacing:
     def _add_pieces(self, number: int, leaf: Stored) -> None:
         file, key = self.builder.file_id(leaf.file), leaf.key or ".".join(leaf.path)
         if len(leaf.stretches) == 1:
-            self.builder.piece(number, file, leaf.stretches[0].offset, whole(leaf.shape), EVERYWHERE, key=key)
+            strides = tuple(reversed(c_strides(tuple(reversed(leaf.shape))))) if leaf.column_major else None
+            self.builder.piece(
+                number, file, leaf.stretches[0].offset, whole(leaf.shape), EVERYWHERE, key=key, strides=strides
+            )
             return
         start = 0
         for stretch in leaf.stretches:

@@ -137,9 +137,9 @@ def _search(
 
 
 def _series(store: Store, folder: Folder, nearest: _Nearest, run: RunSource) -> list[RunSource]:
-    """Files of ``folder`` that are steps by themselves: one series is of ``run``, of several each is a run."""
+    """Files of ``folder`` that are steps by themselves: each series a run, one alone that of the folder."""
     series = list(_file_runs(store, folder, nearest))
-    if len(series) != 1:
+    if len(series) != 1 or run.steps:
         return series
     run.steps += series[0].steps
     run.unrecognised |= series[0].unrecognised

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from auditor.containers.damage import DamagedError, LimitError
-from auditor.model.dtype import DTYPES, DType
+from auditor.containers.state_array import Plain, StateArray, Stretch, num_stored
+from auditor.model.dtype import DTYPES
 from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
 
 MAX_DEPTH = 64
@@ -45,44 +46,16 @@ _LENGTHS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Bytes of an array that lie without gaps."""
-
-    offset: int
-    """First byte in the file."""
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class FlaxArray:
-    """One array of the tree."""
-
-    dtype: DType | None
-    """None where numpy's word for it is not known here."""
-    dtype_name: str
-    shape: tuple[int, ...]
-    stretches: tuple[Stretch, ...]
-    """Its bytes in C order; several where it was cut into chunks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """A number, text or null of the tree, or what is in the place of something longer or unknown."""
-
-    value: float | int | bool | str | None
-
-
-@dataclass(frozen=True, slots=True)
 class FlaxFile:
     """One file, read without its weights."""
 
     entry: Entry
     tree: Mapping[str, Any]
-    """Keys to trees, :class:`FlaxArray` and :class:`Plain`; positions of lists as words."""
+    """Keys to trees, :class:`StateArray` and :class:`Plain`; positions of lists as words."""
     opaque: Mapping[str, int] = field(default_factory=dict)
     """Extensions of unknown types: what they are to how many there are."""
 
-    def leaves(self) -> Iterator[tuple[tuple[str, ...], FlaxArray | Plain | None]]:
+    def leaves(self) -> Iterator[tuple[tuple[str, ...], StateArray | Plain | None]]:
         """Paths and what lies there, in stored order; None for an empty map."""
         stack: list[tuple[tuple[str, ...], Any]] = [((), self.tree)]
         while stack:
@@ -130,7 +103,7 @@ def read_flax(handle: Handle) -> FlaxFile:
 class _Cut(Exception):
     """Something is said to reach beyond the end of the file; ``array``: the one whose bytes do, if it is known."""
 
-    array: FlaxArray | None = None
+    array: StateArray | None = None
 
 
 class _Cursor:
@@ -250,7 +223,7 @@ class _Walk:
             raise LimitError(f"its keys and texts have more than {MAX_TEXT} bytes")
         return self.cursor.take(count, what).decode("utf-8", "backslashreplace")
 
-    def _leaf(self, kind: str, count: int, what: str) -> FlaxArray | Plain:
+    def _leaf(self, kind: str, count: int, what: str) -> StateArray | Plain:
         if kind == "number":
             return Plain(count)
         if kind == "plain":
@@ -265,7 +238,7 @@ class _Walk:
         self.cursor.skip(count, what)
         return Plain(f"{count} bytes")
 
-    def _extension(self, count: int, what: str) -> FlaxArray | Plain:
+    def _extension(self, count: int, what: str) -> StateArray | Plain:
         (code,) = struct.unpack("b", self.cursor.take(1, what))
         if code in (_NDARRAY, _SCALAR):
             return self._array(count, what)
@@ -274,7 +247,7 @@ class _Walk:
             self.opaque[f"msgpack extension {code}"] += 1
         return Plain("a complex number" if code == _COMPLEX else f"an extension of type {code}")
 
-    def _array(self, count: int, what: str) -> FlaxArray:
+    def _array(self, count: int, what: str) -> StateArray:
         """Shape, dtype and place of the payload that the next ``count`` bytes are."""
         stop = self.cursor.at + count
         self._expect("array", 3, what)
@@ -295,7 +268,7 @@ class _Walk:
         needed = math.prod(shape) * num_stored(dtype) if dtype else length
         if needed != length:
             raise DamagedError(f"{what} has {length} bytes, {name[:32]}{list(shape)} needs {needed}")
-        found = FlaxArray(dtype, name, shape, (Stretch(self.cursor.at, length),))
+        found = StateArray(dtype, name, shape, (Stretch(self.cursor.at, length),))
         try:
             self.cursor.skip(length, what)
         except _Cut as error:
@@ -319,12 +292,7 @@ class _Walk:
             raise DamagedError(f"{what} is no record of an array")
 
 
-def num_stored(dtype: DType) -> int:
-    """Bytes of one element: ml_dtypes keeps each in one of its own, also where it has fewer bits."""
-    return max(dtype.bits, 8) // 8
-
-
-def _chunked(tree: Mapping[str, Any], what: str) -> FlaxArray:
+def _chunked(tree: Mapping[str, Any], what: str) -> StateArray:
     """The array that a map of chunks stands for."""
     stated, held = tree.get("shape"), tree.get("chunks")
     if not isinstance(stated, dict) or not isinstance(held, dict) or len(stated) > MAX_DIMS:
@@ -332,7 +300,7 @@ def _chunked(tree: Mapping[str, Any], what: str) -> FlaxArray:
     extents = [node.value if isinstance(node, Plain) else -1 for node in stated.values()]
     shape = tuple(n if type(n) is int and 0 <= n < 1 << 62 else -1 for n in extents)
     chunks = [held.get(str(number)) for number in range(len(held))]
-    arrays = [chunk for chunk in chunks if isinstance(chunk, FlaxArray)]
+    arrays = [chunk for chunk in chunks if isinstance(chunk, StateArray)]
     if -1 in shape or len(arrays) != len(chunks) or not arrays or list(stated) != [str(at) for at in range(len(shape))]:
         raise DamagedError(f"the chunks or the shape of {what} can't be put in order")
     if math.prod(filter(None, shape)) > MAX_EXTENT:
@@ -342,4 +310,4 @@ def _chunked(tree: Mapping[str, Any], what: str) -> FlaxArray:
     if sum(math.prod(chunk.shape) for chunk in arrays) != math.prod(shape):
         raise DamagedError(f"the chunks of {what} do not make up its shape {list(shape)}")
     stretches = tuple(stretch for chunk in arrays for stretch in chunk.stretches)
-    return FlaxArray(arrays[0].dtype, arrays[0].dtype_name, shape, stretches)
+    return StateArray(arrays[0].dtype, arrays[0].dtype_name, shape, stretches)

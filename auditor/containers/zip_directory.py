@@ -30,6 +30,10 @@ _LONG_TAIL = _SHORT_TAIL + 0xFFFF
 _UNSET16, _UNSET32 = 0xFFFF, 0xFFFFFFFF
 
 
+class CompressedError(DamagedError):
+    """A member is compressed: legal in zip files, but no byte range is its content."""
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One stored member."""
@@ -150,7 +154,7 @@ def _entries(directory: bytes, count: int) -> Iterator[Member]:
         extra = directory[extra_at : extra_at + extra_length]
         unpacked, packed, header = _zip64(extra, unpacked, packed, header, name)
         if method != 0 or packed != unpacked:
-            raise DamagedError(f"its member {name!r} is compressed, which no checkpoint writer does")
+            raise CompressedError(f"its member {name!r} is compressed, which no checkpoint writer does")
         if flags & 0x1:
             raise DamagedError(f"its member {name!r} is encrypted")
         yield Member(name, header, -1, unpacked, crc32)

@@ -1,6 +1,7 @@
 """Flax's msgpack checkpoints: by real writers, real training; named damage, each with its healthy twin."""
 
 import hashlib
+import io
 import json
 
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options
 from auditor.adapters.flax_msgpack import FlaxMsgpack
+from auditor.adapters.npz import Npz
 from auditor.audit import audit
 from auditor.discovery import discover
+from auditor.errors import NothingToAuditError
 from auditor.model.catalog import Role
 from auditor.model.finding import Severity
 from auditor.model.region import whole
@@ -88,6 +91,31 @@ class TestContract(AdapterContract):
         return {(role, ".".join(p)): a.tobytes() for role, tree in trees.items() for p, a in leaves(tree)}
 
 
+class TestNpzContract(AdapterContract):
+    adapter = Npz()
+    read_ahead = 256
+    checkpoints = (FIXTURES / "npz/step_4", FIXTURES / "npz/step_6")
+
+    def framework_arrays(self, path):
+        roles = {"params": "parameter", "mu": "first_moment", "nu": "second_moment"}
+        with np.load(path / "state.npz") as arrays:
+            found = {}
+            for name, array in arrays.items():
+                head = next((part for part in name.split("/") if part in roles), None)
+                if head:
+                    found[roles[head], name.partition(f"{head}/")[2].replace("/", ".")] = array.tobytes()
+        return found
+
+
+def test_arrays_that_are_no_state_are_no_run():
+    files = {f"data/part_{number}.npz": (FIXTURES / "npz/step_4/state.npz").read_bytes() for number in range(2)}
+    data = io.BytesIO()
+    np.savez(data, images=np.ones((4, 4), np.float32))
+    assert audit(MemoryStore(files), Settings(), now=1e9).runs
+    with pytest.raises(NothingToAuditError, match="nothing tells that they are a model's"):
+        audit(MemoryStore(dict.fromkeys(files, data.getvalue())), Settings(), now=1e9)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_healthy_runs_have_no_findings(variant):
     run = audited(objects_of(variant), Level.FULL)
@@ -97,7 +125,7 @@ def test_healthy_runs_have_no_findings(variant):
     assert run.coverage.num_bytes_read > 0
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "npz"])
 def test_arrays_are_those_that_flax_restores(variant):
     """Every array of one step by its digest, as Flax itself read it when the fixture was made."""
     store = LocalStore(FIXTURES / variant)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from auditor.containers.damage import DamagedError, LimitError
-from auditor.containers.flax_msgpack import CutShortError, FlaxArray, Plain, read_flax
+from auditor.containers.flax_msgpack import CutShortError, read_flax
+from auditor.containers.state_array import Plain, StateArray
 from auditor.storage.memory import MemoryStore
 from auditor.testing.recording import RecordingStore
 from tests.flax_files import leaves, pack, record, unpack
@@ -22,7 +23,7 @@ def read(content):
 
 
 def arrays(content):
-    return {path: node for path, node in read(content).leaves() if isinstance(node, FlaxArray)}
+    return {path: node for path, node in read(content).leaves() if isinstance(node, StateArray)}
 
 
 def whole(tree):

@@ -1,7 +1,11 @@
 """Coverage-guided fuzzing of the readers of files from strangers.
 
     pip install atheris
+<<<<<<< HEAD
     python tests/fuzz/fuzz_readers.py zip|pickle|torch|safetensors|dcp|ocdbt|zarr|chunk [-max_total_time=600] [CORPUS]
+=======
+    python tests/fuzz/fuzz_readers.py zip|pickle|torch|safetensors|dcp|msgpack|npz [-max_total_time=600] [CORPUS]
+>>>>>>> e4c6ad6 (npz files of JAX states; formats whose steps are files share one adapter)
 
 A reader may return, or raise DamagedError, LimitError or UnsupportedError; anything else is a crash. Seeds are made
 from the committed fixtures. Inputs that crashed once are kept in ``crashes/`` and replayed by
@@ -12,8 +16,13 @@ import struct
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+<<<<<<< HEAD
 READERS = ("zip", "pickle", "torch", "safetensors", "dcp", "ocdbt", "zarr", "chunk")
+=======
+READERS = ("zip", "pickle", "torch", "safetensors", "dcp", "msgpack", "npz")
+>>>>>>> e4c6ad6 (npz files of JAX states; formats whose steps are files share one adapter)
 HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parent / "fixtures"
 sys.path.insert(0, str(HERE.parent.parent))
@@ -38,6 +47,8 @@ def read(kind: str, data: bytes) -> None:
                 read_directory(handle)
             elif kind == "torch":
                 read_torch_file(handle)
+            elif kind in ("msgpack", "npz"):
+                read_state(kind, handle)
             elif kind == "dcp":
                 from auditor.containers.dcp_metadata import read_dcp_metadata
 
@@ -48,6 +59,20 @@ def read(kind: str, data: bytes) -> None:
                 read_safetensors(handle)
     except (DamagedError, UnsupportedError):
         pass
+
+
+def read_state(kind: str, handle: Any) -> None:
+    """Read a state; what its arrays are must be told whatever they are called."""
+    from auditor.adapters.jax_state import stored
+    from auditor.adapters.optax_tree import Leaf, OptaxTree
+    from auditor.containers.flax_msgpack import read_flax
+    from auditor.containers.npz_file import read_npz
+
+    content = read_flax(handle) if kind == "msgpack" else read_npz(handle)
+    leaves, _ = stored("f", (), content.leaves())
+    for leaf in leaves:
+        assert all(0 <= one.offset <= one.offset + one.num_bytes <= handle.entry.num_bytes for one in leaf.stretches)
+    OptaxTree([Leaf(leaf.path, leaf.dtype, leaf.shape) for leaf in leaves])
 
 
 def read_pickle(data: bytes) -> None:
@@ -155,6 +180,11 @@ def seeds(kind: str) -> list[bytes]:
         return seeds_of_orbax(kind)
     if kind == "safetensors":
         return [path.read_bytes()[:4096] for path in sorted(FIXTURES.rglob("*.safetensors"))]
+    if kind == "msgpack":
+        files = [*FIXTURES.glob("flax/*/*6*"), *FIXTURES.glob("flax/*/state.msgpack")]
+        return [path.read_bytes() for path in sorted(files) if path.is_file()]
+    if kind == "npz":
+        return [path.read_bytes() for path in sorted(FIXTURES.glob("flax/npz/*/*.npz"))]
     if kind == "dcp":
         return [path.read_bytes() for path in sorted(FIXTURES.rglob(".metadata"))]
     files = sorted(FIXTURES.rglob("*.pt"), key=lambda path: path.stat().st_size)[:12]
