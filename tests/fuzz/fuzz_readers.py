@@ -1,11 +1,9 @@
 """Coverage-guided fuzzing of the readers of files from strangers.
 
     pip install atheris
-<<<<<<< HEAD
-    python tests/fuzz/fuzz_readers.py zip|pickle|torch|safetensors|dcp|ocdbt|zarr|chunk [-max_total_time=600] [CORPUS]
-=======
-    python tests/fuzz/fuzz_readers.py zip|pickle|torch|safetensors|dcp|msgpack|npz [-max_total_time=600] [CORPUS]
->>>>>>> e4c6ad6 (npz files of JAX states; formats whose steps are files share one adapter)
+    python tests/fuzz/fuzz_readers.py KIND [-max_total_time=600] [CORPUS]
+
+KIND: zip, pickle, torch, safetensors, dcp, ocdbt, zarr, chunk, msgpack or npz.
 
 A reader may return, or raise DamagedError, LimitError or UnsupportedError; anything else is a crash. Seeds are made
 from the committed fixtures. Inputs that crashed once are kept in ``crashes/`` and replayed by
@@ -18,11 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
-READERS = ("zip", "pickle", "torch", "safetensors", "dcp", "ocdbt", "zarr", "chunk")
-=======
-READERS = ("zip", "pickle", "torch", "safetensors", "dcp", "msgpack", "npz")
->>>>>>> e4c6ad6 (npz files of JAX states; formats whose steps are files share one adapter)
+READERS = ("zip", "pickle", "torch", "safetensors", "dcp", "ocdbt", "zarr", "chunk", "msgpack", "npz")
 HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parent / "fixtures"
 sys.path.insert(0, str(HERE.parent.parent))
