@@ -108,8 +108,8 @@ class CatalogBuilder:
         key: str = "", strides: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         """Add a piece of ``tensor``; its replica is the one at its coordinate along the tensor's replica axes."""
-        along = coordinate.along(self._tensors[tensor].replica_axes)
-        replica = self._numbers[tensor][along]
+        axes = self._tensors[tensor].replica_axes
+        replica = self._numbers[tensor][coordinate.along(axes)] if axes else 0
         self._pieces.add(tensor, file, offset, region, coordinate, replica=replica, key=key, strides=strides)
 
     def build(

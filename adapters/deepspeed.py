@@ -58,19 +58,23 @@ class DeepSpeed:
             zeros = any(ZERO.fullmatch(name) for name in folder.files)
             return Declined("no file is called mp_rank_*_model_states.pt", 0.3 if zeros else 0.0)
         steps: list[int] = []
+        odd = ""
         number = _STEP_FOLDER.fullmatch(base_name(folder.path))
         stated = int(number[1]) if number else None
         for name in models[:_MAX_TRIED]:
             file = StepFile.read(store, folder, name)
             step = step_in(file)
             if file.content and (step is None or file.tree.get("module") is None):
-                return Declined(f"{name} records no global_steps, or holds no module", 0.6)
+                odd = odd or name
+                continue
             steps += [step] if step is not None else []
             # A stale file must not decide alone: the folder's number or another file has to agree.
             if step is not None and (step == stated or steps.count(step) > 1):
                 return self._match(store, folder, step, name)
         if steps:
             return self._match(store, folder, steps[0], models[0])
+        if odd:
+            return Declined(f"{odd} records no global_steps, or holds no module", 0.6)
         if stated is None:
             return Declined("its files are named as they should, but none tells the step", 0.8)
         return Match(stated, f"{len(models)} model files by name; none could be read")

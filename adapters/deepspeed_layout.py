@@ -53,7 +53,7 @@ class EngineLayout:
         """Where the part of ``name`` with shape ``local`` lies that the rank at ``coordinate`` holds."""
         # Weights are written by data-parallel rank 0 alone; in stage 3 each rank has its own part of everything.
         once = role in (Role.PARAMETER, Role.BUFFER) and not self.files.stage_3
-        key = name, once, local, coordinate.along(("tp",))
+        key = name, once, local, coordinate.along(("tp",)) if self.files.tp > 1 else None
         if key not in self._parts:
             self._parts[key] = self._part(name, local, coordinate, ("dp",) if once and self.files.dp > 1 else ())
         return self._parts[key]

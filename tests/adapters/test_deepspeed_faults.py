@@ -4,6 +4,7 @@
 ``python -m tests.adapters.test_deepspeed_faults`` prints the list: public case, what is found, where.
 """
 
+import contextlib
 import io
 import json
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from auditor.audit import audit
+from auditor.errors import NothingToAuditError
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 from auditor.storage.union import UnionStore
@@ -297,6 +299,60 @@ def test_nodes_that_point_to_different_steps(tmp_path):
     (report,) = audit(UnionStore([LocalStore(root) for root in roots])).runs
     assert [finding.id for finding in report.findings] == ["INT016"]
     assert report.last_good.step == 6
+
+
+# Records that lie
+
+LIES = {
+    "dp_world_size": (1 << 19, 0, -1, "many", 3),
+    "mp_world_size": (1 << 19, 7),
+    "global_steps": (-1, 1 << 60, "six", None),
+    "param_shapes": (
+        None,
+        [],
+        [{}],
+        [{"embed.wte.weight": torch.Size([1 << 30, 1 << 30])}],
+        {"a": torch.Size([3])},
+        [[1]],
+    ),
+    "frozen_param_shapes": ([1], {"embed.wpe.weight": torch.Size([8, 12])}),
+    "buffer_names": (7, [None, 3]),
+    "shared_params": ([1], {1: 2}),
+    "num_experts": ([1 << 15] * 40, [-1], "four", [5], [1]),
+    "module": ({}, {"embed.wte.weight": torch.zeros(0)}),
+    "optimizer": (3, {"state": {0: 1}, "param_groups": [{"params": [0] * 9}]}, {"optimizer_state_dict": []}),
+}
+
+
+@pytest.mark.parametrize("fixture", ["zero2_bf16", "zero3_frozen", "zero1_moe", "zero0_moe"])
+@pytest.mark.parametrize("key", LIES)
+def test_a_lie_is_judged_and_never_raised(tmp_path, fixture, key):
+    run = run_of(tmp_path, fixture)
+    step = max(int(path.name.removeprefix("global_step")) for path in run.glob("global_step*"))
+    path = min((run / f"global_step{step}").glob("*mp_rank_00_model_states.pt"))
+    whole = path.read_bytes()
+    for lie in LIES[key]:
+        rewritten(path, lambda content, lie=lie: content.update({key: lie}))
+        with contextlib.suppress(NothingToAuditError):  # A single file that records no step is no checkpoint.
+            audit(LocalStore(run), Settings(level=Level.HEADERS, settle_seconds=0))
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("fixture", ["zero2_bf16", "zero3_bf16", "zero1_moe"])
+def test_lies_of_a_zero_file(tmp_path, fixture):
+    run = run_of(tmp_path, fixture)
+    path = max((run / "global_step2").glob("*optim_states.pt"), default=None) or max(zeros(run))
+    whole = path.read_bytes()
+    for key, lie in (
+        ("partition_count", [0, -3]), ("partition_count", 1 << 40), ("param_alignment_paddings", [[1 << 50]]),
+        ("param_alignment_paddings", [[1] * 6, [1] * 12]), ("single_partition_of_fp32_groups", [torch.zeros(3, 3)]),
+        ("fp32_flat_groups", [torch.zeros(1 << 10)] * 99), ("base_optimizer_state", []), ("loss_scaler", 7),
+        ("optimizer_state_dict", {"state": {0: {"exp_avg": torch.zeros(2)}}, "param_groups": 4}), ("group_paddings", 1),
+        ("param_slice_mappings", [{"x": 1}]),
+    ):  # fmt: skip
+        rewritten(path, lambda content, key=key, lie=lie: content["optimizer_state_dict"].update({key: lie}))
+        audit(LocalStore(run), Settings(level=Level.HEADERS, settle_seconds=0))
+        path.write_bytes(whole)
 
 
 # What users met that is no fault
