@@ -18,7 +18,7 @@ from auditor.containers.elements import number_of
 from auditor.containers.encoded import open_file
 from auditor.containers.zarr_array import Position, ZarrArray
 from auditor.model.catalog import File, FileState, c_strides
-from auditor.model.dtype import DType
+from auditor.model.dtype import UINT8, DType
 from auditor.model.encoding import EncodingBuilder
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
 from auditor.storage.store import StorageError, Store, read_bytes
@@ -117,7 +117,8 @@ class OrbaxTensors:
             for position in islice(array.positions(), MAX_NAMED):
                 self._lost(number, entry, file, position)
             return
-        length, strides = array.chunk_bytes(entry.dtype), c_strides(array.chunk_shape)
+        stored_as = entry.dtype if entry.dtype.bits >= 8 else UINT8
+        length, strides = array.chunk_bytes(stored_as), c_strides(array.chunk_shape)
         for position, chunk in sorted(stored.chunks.items()):
             box = array.box(position)
             place = coordinate_of(entry.how, box.start)

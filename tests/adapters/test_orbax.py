@@ -16,6 +16,7 @@ from auditor.model.catalog import Role
 from auditor.model.region import whole
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
+from auditor.storage.memory import MemoryStore
 from auditor.testing.adapter_contract import AdapterContract
 from auditor.view.assemble import read_box
 from tests.paths import HEALTHY as DEEPSPEED
@@ -157,6 +158,9 @@ def test_dtypes():
     assert all(name == dtype for name, dtype in found.items() if name in found.values())
     assert {"bfloat16", "float8_e4m3fn", "float8_e8m0fnu", "complex64"} <= {*found}
     assert "bool" in {tensor.dtype.name for tensor in catalog.tensors}
+    told = {tensor.name: tensor.undetermined for tensor in catalog.tensors if tensor.undetermined}
+    assert told["int4"] == told["float4_e2m1fn"] == "elements of 4 bits, one a byte, are not read"
+    assert [file.detail for file in catalog.files if file.detail] == ["data type int2 is not read"]
 
 
 # Meshes and mosaics
@@ -233,6 +237,20 @@ def test_a_replica_with_other_gradients_shows_in_its_stripes():
     assert finding.severity.name == "WARNING"
     assert [str(place) for place in finding.minority] == ["data=5"]
     assert "p = 5e-05" in finding.message
+
+
+def test_the_layout_that_maxtext_documents():
+    """By hand, after its documentation: no MaxText ran. CheckpointManager, the item `items`, OCDBT over Zarr v3."""
+    moved = {
+        f"7/items/{path.relative_to(FIXTURES / 'zarr3' / 'step_2').as_posix()}": path.read_bytes()
+        for path in (FIXTURES / "zarr3" / "step_2").rglob("*")
+        if path.is_file() and path.name != "_CHECKPOINT_METADATA"
+    }
+    marks = {"7/_CHECKPOINT_METADATA": b'{"item_handlers": {"items": "x"}, "commit_timestamp_nsecs": 1}',
+             "7/commit_success.txt": b"", "7/iter/process_0-of-1.json": b"{}"}  # fmt: skip
+    (run,) = audit(MemoryStore({**moved, **marks}), Settings(level=Level.VALUES, settle_seconds=0.0)).runs
+    assert [(step.state.step, step.state.commit.value) for step in run.steps] == [(7, "committed")]
+    assert not run.findings
 
 
 # What is a step, and what is not

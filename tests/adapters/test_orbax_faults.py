@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from auditor.audit import audit
+from auditor.containers.ocdbt import read_database
 from auditor.model.finding import Severity
 from auditor.settings import Level, Settings
 from auditor.storage.memory import MemoryStore
@@ -303,3 +304,71 @@ def test_chunks_of_the_moments_that_were_swapped():
 
 def test_nothing_was_changed():
     assert not audited(Plain().objects).findings
+
+
+# Databases written anew with other values in them
+
+
+def values_of(objects, item):
+    """Key to value of an item's database."""
+    database = read_database(MemoryStore(objects), item)
+    found = {}
+    for key, value in database.values.items():
+        raw = objects[f"{item}/{value.place.file}"]
+        place = value.place
+        found[key] = raw[place.offset : place.offset + place.num_bytes] if value.inline is None else value.inline
+    return found
+
+
+def rewritten(objects, item, values):
+    """The same item with a database of these values."""
+    kept = {
+        name: raw
+        for name, raw in objects.items()
+        if not name.startswith((f"{item}/d/", f"{item}/ocdbt.process_", f"{item}/manifest.ocdbt"))
+    }
+    return {**kept, **{f"{item}/{name}": raw for name, raw in ocdbt_writer.database(values).items()}}
+
+
+def test_a_database_written_anew_is_the_same_checkpoint():
+    objects = objects_of(MANAGER)
+    assert not audited(rewritten(objects, ITEM, values_of(objects, ITEM))).findings
+
+
+def test_the_optimizer_state_of_an_earlier_step():
+    objects = objects_of(MANAGER)
+    old, new = values_of(objects, "2/default"), values_of(objects, ITEM)
+    stale = {key: old[key] if key.startswith("opt_state.") else value for key, value in new.items()}
+    run = audited(rewritten(objects, ITEM, stale))
+    finding = only(run, "INT011")
+    assert "as in step 2" in finding.message
+    assert run.last_good.step == 2
+
+
+def test_a_moment_that_is_not_stored():
+    objects = objects_of(MANAGER)
+    values = values_of(objects, ITEM)
+    lost = {key: value for key, value in values.items() if not key.startswith("opt_state.1.0.nu.embed/")}
+    assert len(lost) < len(values)
+    ids = found(audited(rewritten(objects, ITEM, lost)))
+    assert {*ids} & {"COV003", "OPT001"}
+
+
+def test_a_chunk_that_the_database_lacks():
+    objects = objects_of(MANAGER)
+    values = values_of(objects, ITEM)
+    del values["params.embed/3.0"]
+    finding = only(audited(rewritten(objects, ITEM, values)), "INT001")
+    assert files(finding) == [f"{ITEM}/params.embed/3.0"]
+    assert "COV001" in finding.consequences
+
+
+def test_an_array_of_another_shape_than_its_moments():
+    objects = objects_of(MANAGER)
+    values = values_of(objects, ITEM)
+    document = json.loads(values["opt_state.1.0.nu.embed/.zarray"])
+    document["shape"] = [224, 16]
+    values["opt_state.1.0.nu.embed/.zarray"] = json.dumps(document).encode()
+    del values["opt_state.1.0.nu.embed/7.0"]
+    ids = found(audited(rewritten(objects, ITEM, values)))
+    assert {*ids} & {"OPT001", "OPT002"}
