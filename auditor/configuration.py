@@ -16,6 +16,7 @@ from auditor.errors import UsageError
 from auditor.invariants.registry import find, select
 from auditor.model.finding import Severity
 from auditor.model.mesh import AXIS_ORDER, Coordinate, Replicate, Shard
+from auditor.model.name_map import NameRule
 from auditor.model.waiver import Known, Waiver
 from auditor.settings import Level, Settings, StepChoice
 
@@ -24,7 +25,7 @@ NAMES = (
     "baseline", "kernels", "scheduler", "max_bytes_per_second", "ledger",
 )  # fmt: skip
 """Choices that flags, environment (``AUDITOR_…``) and files can state."""
-TABLES = ("placement", "waive")
+TABLES = ("placement", "waive", "map")
 """What only files can state."""
 
 
@@ -50,7 +51,8 @@ def make_settings(flags: Mapping[str, Any], file: Path | None = None) -> Setting
         StepChoice(choices.text("steps", "")), choices.member("level", Level, None), selected, ignored,
         choices.text("tensors", ""), choices.member("fail_on", Severity, Severity.ERROR), choices.truth("strict"),
         choices.truth("strict_buffers"), parse_seconds(choices.text("settle", "10m")), choices.count("threads"),
-        placement_options(table), waivers(table), read_baseline(Path(baseline)) if baseline else frozenset(),
+        placement_options(table), waivers(table), name_map(table),
+        read_baseline(Path(baseline)) if baseline else frozenset(),
         kernels=choices.word("kernels", ("auto", "numpy", "numba")), scheduler=choices.text("scheduler", ""),
         max_bytes_per_second=parse_bytes(choices.text("max_bytes_per_second", "0")), ledger=choices.text("ledger", ""),
     )  # fmt: skip
@@ -234,6 +236,40 @@ def waivers(configuration: Mapping[str, Any]) -> tuple[Waiver, ...]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
         raise UsageError("waivers are written as [[waive]] tables")
     return tuple(map(_waiver, tables))
+
+
+_MAP_KEYS = frozenset({"from", "to", "transpose", "stack", "split", "sizes"})
+
+
+def name_map(configuration: Mapping[str, Any]) -> tuple[NameRule, ...]:
+    """``[[map]]``: ``from`` and ``to``, and optionally ``transpose``, ``stack``, ``split``, ``sizes``.
+
+    Raises:
+        UsageError: an unknown key, or a rule that can't be followed.
+    """
+    tables = configuration.get("map", [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise UsageError("name maps are written as [[map]] tables")
+    return tuple(map(_rule, tables))
+
+
+def _rule(table: Mapping[str, Any]) -> NameRule:
+    source, to = str(table.get("from", "")), table.get("to", "")
+    targets = tuple(map(str, to)) if isinstance(to, list) else (str(to),)
+    order = table.get("transpose", False)
+    numbers = [table.get(key, 0) for key in ("stack", "split")] + list(table.get("sizes", ()))
+    numbers += order if isinstance(order, list) else []
+    unknown = sorted(table.keys() - _MAP_KEYS)
+    if unknown or not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers):
+        what = f"unknown key {unknown[0]}" if unknown else "dims and sizes are whole numbers"
+        raise UsageError(f"[[map]] {source}: {what}")
+    rule = NameRule(
+        source, targets, (tuple(order) if isinstance(order, list) else ()) if order else None,
+        table.get("stack"), table.get("split", 0), tuple(table.get("sizes", ())),
+    )  # fmt: skip
+    if flaw := rule.flaw():
+        raise UsageError(f"[[map]] {source}: {flaw}")
+    return rule
 
 
 def _waiver(table: Mapping[str, Any]) -> Waiver:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from auditor.adapters.adapter import Options
 from auditor.errors import UsageError
 from auditor.model.finding import Severity
+from auditor.model.name_map import NameRule
 from auditor.model.waiver import Known, Waiver
 
 
@@ -81,6 +82,8 @@ class Settings:
     """0: as many as the machine has processors, at most 8; 16 over object stores."""
     options: Options = field(default_factory=Options)
     waivers: tuple[Waiver, ...] = ()
+    name_map: tuple[NameRule, ...] = ()
+    """How tensors are called, and lie, in what they are compared with."""
     baseline: Known = frozenset()
     """What an earlier report said: only what is not in it fails the audit."""
     origins: tuple[str, ...] = ()

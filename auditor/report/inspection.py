@@ -10,6 +10,7 @@ from auditor.adapters.adapter import Match
 from auditor.discovery import StepSource, discover
 from auditor.errors import NothingToAuditError
 from auditor.model.catalog import Catalog, FileState, Role
+from auditor.model.name_map import mapped
 from auditor.report.text_report import safe, size
 from auditor.settings import Settings
 from auditor.storage.store import Store
@@ -25,7 +26,8 @@ def _chosen(store: Store, settings: Settings) -> Iterator[tuple[StepSource, Cata
         for source in run.steps:
             if source.match.step in chosen:
                 found = True
-                yield source, source.adapter.read(store, source.folder, source.match, settings.options)
+                catalog = source.adapter.read(store, source.folder, source.match, settings.options)
+                yield source, mapped(catalog, settings.name_map)
     if not found:
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
 

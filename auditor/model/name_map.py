@@ -1,0 +1,245 @@
+"""Name maps: a Catalog seen as another framework would have stored it. Names, order of dims, stacks; no bytes move.
+
+Frameworks call one weight by different names, keep matrices transposed (torch ``[out, in]``, JAX ``[in, out]``), stack
+layers into one tensor or fuse several into one. A rule says how; a :class:`Catalog` under rules has the same pieces
+with other regions and strides, so that its tensors have the digests of the other framework's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from auditor.model.catalog import Catalog, Piece, Role, Tensor, c_strides, placed_in_file
+from auditor.model.mesh import Coordinate, Replicate, Shard
+from auditor.model.optimizer import parameter_of
+from auditor.model.pieces_builder import PiecesBuilder
+from auditor.model.region import Box, as_boxes
+
+_FIELD = re.compile(r"\{([a-z]\w{0,30})\}")
+
+
+@dataclass(frozen=True, slots=True)
+class NameRule:
+    """How tensors of one pattern are called, and lie, elsewhere. Dims are permuted first, then cut or stacked."""
+
+    source: str
+    """Name here; ``{n}`` is a number, any other ``{word}`` a part of a name without dots."""
+    targets: tuple[str, ...]
+    """Names there, with the same words; several where the tensor is cut."""
+    transpose: tuple[int, ...] | None = None
+    """New dim i is old dim ``transpose[i]``; empty for all dims in reverse."""
+    stack: int | None = None
+    """The new dim along which tensors lie in the order of ``{n}``, which the name there lacks."""
+    split: int = 0
+    """The dim along which a tensor with several ``targets`` is cut."""
+    sizes: tuple[int, ...] = ()
+    """Extents of the parts; equal ones if none are given."""
+
+    def match(self, name: str) -> Mapping[str, str] | None:
+        """The words of a name that fits."""
+        pattern, at = "", 0
+        for found in _FIELD.finditer(self.source):
+            kind = "[0-9]+" if found[1] == "n" else "[^.]+"
+            pattern += re.escape(self.source[at : found.start()]) + f"(?P<{found[1]}>{kind})"
+            at = found.end()
+        fit = re.fullmatch(pattern + re.escape(self.source[at:]), name)
+        return fit.groupdict() if fit else None
+
+    def flaw(self) -> str:
+        """What is wrong with the rule itself; empty if nothing is."""
+        known = _FIELD.findall(self.source)
+        wanted = {word for target in self.targets for word in _FIELD.findall(target)}
+        if len(set(known)) < len(known) or not self.source or not self.targets or not all(self.targets):
+            return "it needs from and to, and each {word} once"
+        if self.stack is not None and ("n" not in known or "n" in wanted or len(self.targets) > 1):
+            return "to stack, {n} must be in from and not in to, which is one name"
+        lacking = set(known) - wanted - ({"n"} if self.stack is not None else set())
+        if wanted - set(known) or lacking:
+            return "from and to need the same {words}"
+        if self.transpose and sorted(self.transpose) != list(range(len(self.transpose))):
+            return "transpose is true or an order of dims"
+        if self.sizes and (len(self.sizes) != len(self.targets) or min(self.sizes) < 1):
+            return "sizes has one extent for each name in to"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One tensor on its way into one target."""
+
+    number: int
+    name: str
+    order: tuple[int, ...]
+    """The permutation of its dims."""
+    cut: tuple[int, int, int] | None = None
+    """Dim, start and stop of the part that is taken."""
+    stacked: tuple[int, int, int] | None = None
+    """New dim, place on it, its extent."""
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """What becomes of a tensor's shape."""
+        found = [shape[dim] for dim in self.order]
+        if self.cut:
+            found[self.cut[0]] = self.cut[2] - self.cut[1]
+        if self.stacked:
+            found.insert(self.stacked[0], self.stacked[2])
+        return tuple(found)
+
+    @property
+    def plain(self) -> bool:
+        """Whether only the name changes."""
+        return self.cut is None and self.stacked is None and self.order == tuple(range(len(self.order)))
+
+    def placed(self, how: Shard | Replicate) -> Shard | Replicate:
+        """What becomes of a placement."""
+        if not isinstance(how, Shard) or how.dim not in self.order:
+            return how
+        dim = self.order.index(how.dim)
+        return Shard(dim + (self.stacked is not None and dim >= self.stacked[0]))
+
+
+def mapped(catalog: Catalog, rules: Sequence[NameRule]) -> Catalog:
+    """``catalog`` under the first rule that fits each tensor; tensors that none fits stay as they are.
+
+    A stack of which a member lacks, or whose members differ in shape, dtype or replicas, is left in parts.
+    """
+    moves = _kept_apart(catalog, list(_moves(catalog, rules))) if rules else []
+    if not moves:
+        return catalog
+    tensors, replicas, numbers = list[Tensor](), list[tuple[Coordinate, ...]](), dict[object, int]()
+    pieces, target = PiecesBuilder(), list[int]()
+    for move in moves:
+        old = catalog.tensors[move.number]
+        key = (old.role, move.name) if move.stacked else len(tensors)
+        if key not in numbers:
+            numbers[key] = len(tensors)
+            placement = tuple((axis, move.placed(how)) for axis, how in old.placement)
+            tensors.append(replace(old, name=move.name, shape=move.shape(old.shape), placement=placement))
+            replicas.append(catalog.replicas[move.number])
+        target.append(numbers[key])
+    for move, number in zip(moves, target, strict=True):
+        for row in catalog.rows_by_tensor.get(move.number, ()):
+            _add(pieces, catalog, catalog.pieces[int(row)], move, number)
+    seen = replace(catalog, tensors=tuple(tensors), replicas=tuple(replicas), pieces=pieces.build())
+    return _renamed(seen, catalog, moves)
+
+
+def _moves(catalog: Catalog, rules: Sequence[NameRule]) -> Iterator[_Move]:
+    shapes = {tensor.name: tensor.shape for tensor in catalog.tensors if tensor.role is Role.PARAMETER}
+    for number, tensor in enumerate(catalog.tensors):
+        owner = tensor.name
+        if tensor.role is Role.MOMENT and owner not in shapes:
+            owner = parameter_of(owner)
+        fits = ((rule, words) for rule in rules if (words := rule.match(owner)) is not None)
+        rule, words = next(fits, (None, None))
+        same = tuple(range(len(tensor.shape)))
+        of_shape = tensor.dtype.bits >= 8 and shapes.get(owner, tensor.shape) == tensor.shape
+        if rule is None or words is None or not of_shape:
+            yield _Move(number, tensor.name, same)
+            continue
+        order = same if rule.transpose is None else rule.transpose or same[::-1]
+        if len(order) != len(same):
+            yield _Move(number, tensor.name, same)
+            continue
+        yield from _by_rule(rule, words, _Move(number, tensor.name, order), tensor, tensor.name[len(owner) :])
+
+
+def _by_rule(
+    rule: NameRule, words: Mapping[str, str], move: _Move, tensor: Tensor, suffix: str
+) -> Iterator[_Move]:  # fmt: skip
+    names = [_FIELD.sub(lambda found: words[found[1]], target) + suffix for target in rule.targets]
+    shape = move.shape(tensor.shape)
+    if rule.stack is not None and rule.stack <= len(shape):
+        yield replace(move, name=names[0], stacked=(rule.stack, int(words["n"]), 0))
+    elif len(names) == 1:
+        yield replace(move, name=names[0])
+    elif rule.split < len(shape) and (sizes := _sizes(rule, shape[rule.split])):
+        start = 0
+        for name, size in zip(names, sizes, strict=True):
+            yield replace(move, name=name, cut=(rule.split, start, start + size))
+            start += size
+    else:
+        yield replace(move, order=tuple(range(len(shape))))
+
+
+def _sizes(rule: NameRule, extent: int) -> tuple[int, ...]:
+    """Extents of the parts; none where they don't make up the dim."""
+    sizes = rule.sizes or (extent // len(rule.targets),) * len(rule.targets)
+    return sizes if sum(sizes) == extent else ()
+
+
+def _kept_apart(catalog: Catalog, moves: list[_Move]) -> list[_Move]:
+    """The moves with extents of stacks; members of stacks that aren't whole, or alike, stay under their own names."""
+    members: dict[object, list[_Move]] = defaultdict(list)
+    for move in moves:
+        if move.stacked:
+            members[catalog.tensors[move.number].role, move.name].append(move)
+    whole: dict[object, int] = {}
+    for key, stack in members.items():
+        places = sorted(move.stacked[1] for move in stack if move.stacked)
+        alike = {(t.shape, t.dtype, t.replica_axes, catalog.replicas[m.number]) for m in stack
+                 if (t := catalog.tensors[m.number])}  # fmt: skip
+        if places == list(range(len(stack))) and len(alike) == 1:
+            whole[key] = len(stack)
+    found = []
+    for move in moves:
+        key, tensor = (catalog.tensors[move.number].role, move.name), catalog.tensors[move.number]
+        if move.stacked and key in whole:
+            move = replace(move, stacked=(move.stacked[0], move.stacked[1], whole[key]))
+        elif move.stacked:
+            move = _Move(move.number, tensor.name, tuple(range(len(tensor.shape))))
+        found.append(move)
+    return found
+
+
+def _add(pieces: PiecesBuilder, catalog: Catalog, piece: Piece, move: _Move, number: int) -> None:
+    """Add what of a piece goes where ``move`` leads."""
+    tensor = catalog.tensors[move.number]
+    if move.plain:
+        own = None if piece.strides == c_strides(piece.shape) else piece.strides
+        pieces.add(number, piece.file, piece.offset, piece.region, piece.coordinate, replica=piece.replica,
+                   key=piece.key, strides=own)  # fmt: skip
+        return
+    for box in as_boxes(piece.region, tensor.shape):
+        offset, strides = placed_in_file(piece, tensor.shape, box)
+        start, stop, steps = ([side[dim] for dim in move.order] for side in (box.start, box.stop, strides))
+        if move.cut:
+            dim, low, high = move.cut
+            first, last = max(start[dim], low), min(stop[dim], high)
+            if first >= last:
+                continue
+            offset += (first - start[dim]) * steps[dim]
+            start[dim], stop[dim] = first - low, last - low
+        if move.stacked:
+            dim, place, _ = move.stacked
+            start.insert(dim, place)
+            stop.insert(dim, place + 1)
+            steps.insert(dim, 1)
+        at = piece.offset + offset * tensor.dtype.bits // 8
+        pieces.add(number, piece.file, at, Box(tuple(start), tuple(stop)), piece.coordinate, replica=piece.replica,
+                   key=piece.key, strides=steps)  # fmt: skip
+
+
+def _renamed(found: Catalog, before: Catalog, moves: Sequence[_Move]) -> Catalog:
+    """The Catalog with the new names wherever tensors are named besides."""
+    names: dict[str, dict[str, None]] = defaultdict(dict)
+    for move in moves:
+        names[before.tensors[move.number].name].setdefault(move.name)
+    first = {name: next(iter(new)) for name, new in names.items()}
+    scalars = tuple(replace(one, tensor=first.get(one.tensor, one.tensor)) for one in before.scalars)
+    groups = tuple(
+        one if one.parameters is None
+        else replace(one, parameters=tuple(dict.fromkeys(n for old in one.parameters for n in names.get(old, (old,)))))
+        for one in before.groups
+    )  # fmt: skip
+    ties = tuple(replace(tie, names=tuple(first.get(name, name) for name in tie.names)) for tie in before.ties)
+    return replace(found, scalars=scalars, groups=groups, ties=ties)
+
+
+def collisions(catalog: Catalog) -> list[str]:
+    """Names that two tensors of one role have: rules that lead two to one place."""
+    counts = Counter((tensor.role, tensor.name) for tensor in catalog.tensors)
+    return sorted({name for (_, name), count in counts.items() if count > 1})
