@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from functools import partial
 
+from auditor.bisecting import few_steps
 from auditor.containers.ahead import read_ahead
 from auditor.discovery import RunSource, StepSource, discover
 from auditor.errors import NothingToAuditError, UsageError
@@ -180,8 +181,16 @@ class _Audit:
         levels = self.listing.levels(sources, self.settings.level)
         ahead = self.listing.weights_ahead(sources, levels)
         job = replace(self, num_bytes_ahead=ahead, keeper=self.keeper_of(source))
-        for step, level in zip(sources, levels, strict=True):
-            report.steps.append(job.step(step, level, report, pointers, newest=step is newest))
+
+        def look(at: int) -> StepReport:
+            return job.step(sources[at], levels[at], report, pointers, newest=sources[at] is newest)
+
+        if self.settings.bisect:
+            report.steps, report.bisected = few_steps(len(sources), look)
+            whole_run = whole_run and len(report.steps) == len(sources)
+        else:
+            for at in range(len(sources)):
+                report.steps.append(look(at))
         states = tuple(step.state for step in report.steps)
         complete = bool(sources) and sources[-1] is newest
         states = decide_commits(states, pointers, self.now, self.settings.settle_seconds, newest_included=complete)

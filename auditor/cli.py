@@ -74,6 +74,7 @@ Shards = Annotated[
 LedgerPath = Annotated[
     str | None, typer.Option("--ledger", metavar="FOLDER", help="Keep what was measured; unchanged steps aren't read.")
 ]
+Bisect = Annotated[bool | None, typer.Option("--bisect", help="Look at few steps: halve between good and bad.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also list what holds and what is not applicable.")]
 Baseline = Annotated[Path | None, typer.Option(metavar="REPORT", help="Fail only on what this JSON report lacks.")]
 Format = Annotated[
@@ -88,7 +89,8 @@ def check(
     tensors: Tensors = None, fail_on: FailOn = None, strict: Strict = None, strict_buffers: StrictBuffers = None,
     settle: Settle = None, config: Config = None, threads: Threads = None, baseline: Baseline = None,
     format: Format = "text", kernels: Kernels = None, scheduler: Scheduler = None, max_bytes: MaxBytes = None,
-    shard_of: ShardOf = None, shards: Shards = None, ledger: LedgerPath = None, verbose: Verbose = False,
+    shard_of: ShardOf = None, shards: Shards = None, ledger: LedgerPath = None, bisect: Bisect = None,
+    verbose: Verbose = False,
 ) -> None:  # fmt: skip
     """Audit checkpoints: what holds, what doesn't, since when, where, and which step to go back to."""
     from auditor.verdict import exit_code
@@ -98,7 +100,7 @@ def check(
     settings = _settings(
         config, steps=steps, level=level, select=select, ignore=ignore, tensors=tensors, fail_on=fail_on,
         strict=strict, strict_buffers=strict_buffers, settle=settle, threads=threads, baseline=baseline,
-        kernels=kernels, scheduler=scheduler, max_bytes_per_second=max_bytes, ledger=ledger,
+        kernels=kernels, scheduler=scheduler, max_bytes_per_second=max_bytes, ledger=ledger, bisect=bisect,
     )  # fmt: skip
     if shard_of is not None:
         _measure_share(paths, settings, shard_of, shards)

@@ -22,7 +22,7 @@ from auditor.settings import Level, Settings, StepChoice
 
 NAMES = (
     "steps", "level", "select", "ignore", "tensors", "fail_on", "strict", "strict_buffers", "settle", "threads",
-    "baseline", "kernels", "scheduler", "max_bytes_per_second", "ledger",
+    "baseline", "kernels", "scheduler", "max_bytes_per_second", "ledger", "bisect",
 )  # fmt: skip
 """Choices that flags, environment (``AUDITOR_…``) and files can state."""
 TABLES = ("placement", "waive", "map")
@@ -55,6 +55,7 @@ def make_settings(flags: Mapping[str, Any], file: Path | None = None) -> Setting
         read_baseline(Path(baseline)) if baseline else frozenset(),
         kernels=choices.word("kernels", ("auto", "numpy", "numba")), scheduler=choices.text("scheduler", ""),
         max_bytes_per_second=parse_bytes(choices.text("max_bytes_per_second", "0")), ledger=choices.text("ledger", ""),
+        bisect=choices.truth("bisect"),
     )  # fmt: skip
     settings.steps.check()
     return replace(settings, origins=tuple(sorted(choices.origins)))

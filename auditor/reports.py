@@ -91,6 +91,8 @@ class RunReport:
     chosen: tuple[Invariant, ...] = ()
     branches: list[Branch] = field(default_factory=list)
     """What the ledger knows of steps that are not on the way to the newest one."""
+    bisected: str = ""
+    """With --bisect: how many steps were looked at, and what that can't know."""
     ledger_notes: list[str] = field(default_factory=list)
     """What is wrong with the ledger; it was not used."""
     beside: dict[str, Judgement] = field(default_factory=dict)

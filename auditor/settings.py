@@ -94,6 +94,8 @@ class Settings:
     """Address of a Dask scheduler whose workers read and measure; empty: threads of this process."""
     max_bytes_per_second: float = 0.0
     """How fast each process may read; 0: as fast as it can."""
+    bisect: bool = False
+    """Whether only so many steps are looked at as bracket the onset of what the newest one shows."""
     ledger: str = ""
     """Where what was measured and said is kept; empty: nowhere."""
 

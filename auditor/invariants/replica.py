@@ -9,7 +9,7 @@ from auditor.invariants.replica_witness import InMemory, in_memory
 from auditor.model.catalog import WITHHELD, Catalog, FileState, Role, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
-from auditor.model.observation import Difference, DifferenceClass, ReplicaGroup, replica_groups
+from auditor.model.observation import Difference, DifferenceClass, ReplicaGroup, distance, replica_groups
 from auditor.model.run import StepEvidence
 
 
@@ -111,7 +111,10 @@ def _location(
         _holder(catalog, place, mine), _holder(catalog, reference, theirs), _file(catalog, theirs),
     )  # fmt: skip
     if measured is None:
-        return replace(common, detail="unequal by digest; not measured, beyond the evidence budget")
+        return replace(
+            common, detail="unequal by digest; not measured, beyond the evidence budget",
+            sketched_difference=distance(evidence.observations.sketches, number, one, other),
+        )  # fmt: skip
     return replace(
         common, num_elements_differ=measured.num_elements_differ,
         num_elements_compared=measured.num_elements_compared, max_abs_difference=measured.max_abs_difference,

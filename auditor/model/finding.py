@@ -59,6 +59,8 @@ class Location:
     max_ulps: int | None = None
     num_bits_differ: int | None = None
     num_equal_as_numbers: int | None = None
+    sketched_difference: float | None = None
+    """Relative distance from the reference by sketches, where it was not measured: beyond the evidence budget."""
     first_index: tuple[int, ...] | None = None
     detail: str = ""
 
@@ -120,6 +122,16 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """How a fault's size goes on over the saved steps of an interval."""
+
+    law: str
+    """``constant``, ``linear``, ``exponential``, or ``irregular`` where none of them fits."""
+    rate: float
+    """Linear: size a step. Exponential: steps in which it doubles. Else 0."""
+
+
+@dataclass(frozen=True, slots=True)
 class Interval:
     """A stretch of saved steps in which a fault shows."""
 
@@ -133,7 +145,10 @@ class Interval:
     onset_by_role: Mapping[str, int] = field(default_factory=dict)
     """Role to the first bad step in which the fault shows in it."""
     growth: tuple[tuple[int, float], ...] = ()
-    """(step, largest absolute difference in it)."""
+    """(step, size of the fault in it)."""
+    measure: str = ""
+    """What the size is: ``largest difference``, ``distance by sketch`` (relative), ``elements``."""
+    law: Growth | None = None
 
 
 @dataclass(frozen=True, slots=True)

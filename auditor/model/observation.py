@@ -164,6 +164,19 @@ def same_content(one: Sequence[Content], other: Sequence[Content]) -> bool | Non
     return next((known[content.tensors] == content.digest for content in other if content.tensors in known), None)
 
 
+def distance(sketches: Sketches | None, tensor: int, one: int, other: int) -> float | None:
+    """The relative distance of two replicas by their sketches, |a - b| / max(|a|, |b|); None where one has none."""
+    if sketches is None:
+        return None
+    rows = [np.flatnonzero((sketches.tensor == tensor) & (sketches.replica == replica)) for replica in (one, other)]
+    if not all(len(found) for found in rows):
+        return None
+    left, right = (sketches.values[found[0]] for found in rows)
+    scale = max(float(np.linalg.norm(left)), float(np.linalg.norm(right)))
+    apart = float(np.linalg.norm(left - right))
+    return apart / scale if scale > 0 and np.isfinite(apart) else None
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaGroup:
     """The replicas of one tensor, sorted into classes of equal content."""

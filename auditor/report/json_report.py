@@ -62,7 +62,7 @@ def run_object(run: RunReport, settings: Settings, location: str) -> dict[str, A
             {"branch": branch.number, "steps": list(branch.steps), "violated": dict(branch.violated)}
             for branch in run.branches
         ],
-        "ledger_notes": list(run.ledger_notes),
+        "ledger_notes": list(run.ledger_notes), "bisected": run.bisected or None,
         "tool_version": __version__,
         "config_digest": config_digest(settings),
         "coverage": {
@@ -107,7 +107,8 @@ def _interval(interval: Interval) -> dict[str, Any]:
         "last_good": interval.last_good, "first_bad": interval.first_bad, "last_bad": interval.last_bad,
         "healed": interval.healed, "num_subjects": interval.num_subjects,
         "onset_by_role": dict(interval.onset_by_role),
-        "growth": [[step, number(size)] for step, size in interval.growth],
+        "growth": [[step, number(size)] for step, size in interval.growth], "measure": interval.measure or None,
+        "law": {"law": interval.law.law, "rate": interval.law.rate} if interval.law else None,
     }  # fmt: skip
 
 
@@ -123,6 +124,7 @@ def _location(location: Location, run: RunReport) -> dict[str, Any]:
         "max_abs_difference": number(location.max_abs_difference),
         "relative_difference": number(location.relative_difference),
         "max_ulps": location.max_ulps,
+        "sketched_difference": number(location.sketched_difference),
         "first_index": list(location.first_index) if location.first_index is not None else None,
         "global_ranks": list(ranks) if ranks else None,
         "detail": location.detail or None,

@@ -187,8 +187,18 @@ def _onsets(interval: Interval) -> Iterator[str]:
         phrase = " · ".join(f"{role} {step}" for role, step in interval.onset_by_role.items())
         yield f"    first seen   {phrase}"
     if len(interval.growth) > 1:
+        label = {"largest difference": "largest |Δ|", "distance by sketch": "distance ≈ ", "elements": "elements   "}
         phrase = " → ".join(f"{amount:.2g}" for _, amount in interval.growth[:8])
-        yield f"    largest |Δ|  {phrase}"
+        more = " → …" if len(interval.growth) > 8 else ""
+        yield f"    {label[interval.measure]}  {phrase}{more}{_law_phrase(interval)}"
+
+
+def _law_phrase(interval: Interval) -> str:
+    law = interval.law
+    if law is None:
+        return ""
+    rate = {"linear": f", {law.rate:.2g} a step", "exponential": f", doubles in {law.rate:.3g} steps"}
+    return f" ({law.law}{rate.get(law.law, '')})"
 
 
 def _where(finding: Finding, interval: Interval, run: RunReport) -> Iterator[str]:
@@ -248,6 +258,8 @@ def _branches(run: RunReport) -> Iterator[str]:
     for branch in run.branches:
         bad = ", ".join(f"{identifier} from {step}" for identifier, step in branch.violated.items())
         yield f"  set back        the ledger holds steps {_numbers(branch.steps)} of before{f': {bad}' if bad else ''}"
+    if run.bisected:
+        yield f"  bisected        {run.bisected}"
     for note in run.ledger_notes:
         yield f"  [yellow]ledger[/]          not used: {safe(note)}"
 

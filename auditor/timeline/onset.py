@@ -7,9 +7,10 @@ last good step before it and the first good step after it. A step in which nothi
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from auditor.model.finding import Interval, Location
+from auditor.timeline.growth import law_of
 
 
 class Mark(enum.Enum):
@@ -46,16 +47,31 @@ def _interval(
     last_good: int | None, bad: Sequence[int], healed: int | None, locations: Mapping[int, Sequence[Location]]
 ) -> Interval:
     onset: dict[str, int] = {}
-    growth = []
     subjects = set()
     for step in bad:
-        sizes = []
         for location in locations.get(step, ()):
             subjects.add(location.tensor or location.file)
             if location.role:
                 onset.setdefault(location.role.value, step)
-            if location.max_abs_difference is not None:
-                sizes.append(location.max_abs_difference)
-        if sizes:
-            growth.append((step, max(sizes)))
-    return Interval(last_good, bad[0], bad[-1], healed, len(subjects), onset, tuple(growth))
+    measure, growth = _growth(bad, locations)
+    law = law_of(growth)
+    return Interval(last_good, bad[0], bad[-1], healed, len(subjects), onset, growth, measure if growth else "", law)
+
+
+def _growth(
+    bad: Sequence[int], locations: Mapping[int, Sequence[Location]]
+) -> tuple[str, tuple[tuple[int, float], ...]]:  # fmt: skip
+    """The size of a fault in every bad step, by the first measure that some step has, and what it is."""
+    for name, size in _MEASURES.items():
+        found = {step: [value for x in locations.get(step, ()) if (value := size(x)) is not None] for step in bad}
+        if any(found.values()):
+            combine = sum if name == "elements" else max
+            return name, tuple((step, float(combine(sizes))) for step, sizes in found.items() if sizes)
+    return "", ()
+
+
+_MEASURES: dict[str, Callable[[Location], float | None]] = {
+    "largest difference": lambda x: x.max_abs_difference,
+    "distance by sketch": lambda x: x.sketched_difference,
+    "elements": lambda x: float(x.num_elements) if x.num_elements else None,
+}
