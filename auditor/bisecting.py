@@ -28,7 +28,7 @@ def few_steps(count: int, look: Callable[[int], StepReport]) -> tuple[list[StepR
         bisect(max(1, count - 1) if in_progress else count, marks)
     steps = [found[at] for at in sorted(found)]
     told = (
-        f"{len(steps)} of {count} steps were looked at: for every fault of the newest one a border between good and bad. "
+        f"{len(steps)} of {count} steps were looked at: for every fault of the newest one a border of good and bad. "
         "Not seen are faults that healed before, and what lies between steps that agree"
     )
     return steps, told

@@ -18,8 +18,9 @@ FITS = 0.5
 def law_of(points: Sequence[tuple[int, float]]) -> Growth | None:
     """The law of (step, size) points of one interval; None where they are too few, or not all sizes are numbers.
 
-    Both a straight line and an exponential are fitted by least squares, of relative errors; the one with the smaller logarithmic residual
-    is stated. A fit to few points on one stretch of steps says how it grew there, not how it will go on.
+    Both a straight line and an exponential are fitted by least squares, of relative errors; the one with the smaller
+    logarithmic residual is stated. A fit to few points on one stretch of steps says how it grew there, not how it will
+    go on.
 
     >>> law_of([(10, 1.0), (20, 2.0), (30, 4.0), (40, 8.0)]).law, law_of([(1, 3.0), (2, 3.1), (3, 2.9)]).law
     ('exponential', 'constant')
