@@ -220,7 +220,7 @@ class _Audit:
             wanted = set()
         told = [account for account in gone if account.step in wanted]
         report.steps = sorted([*report.steps, *map(step_from_ledger, told)], key=lambda step: step.state.step)
-        report.branches, report.ledger_notes = keeper.branches(), keeper.notes
+        report.branches, report.ledger_notes, report.unwritten = keeper.branches(), keeper.notes, keeper.unwritten
 
     def chosen_steps(self, source: RunSource) -> list[StepSource]:
         chosen = self.settings.steps.choose(sorted({step.match.step for step in source.steps}))
@@ -300,7 +300,8 @@ class _Audit:
         if asked.differences and not seen.changed:
             seen = measure_differences(self.store, catalog, seen)
         if asked.checksums:
-            seen = verify_checksums(self.store, catalog, seen, self.executor, partial(self.progress, path))
+            progress = partial(self.progress, path)
+            seen = verify_checksums(self.store, catalog, seen, self.executor, progress, digests=asked.digests)
         return seen
 
     def asked(self, catalog: Catalog, level: Level) -> Asked:
@@ -312,7 +313,13 @@ class _Audit:
         everything = level >= Level.VALUES and any(not item.reads and not item.pairings for item in asking)
         checksums = level >= Level.FULL and any(item.needs is Needs.CHECKSUMS for item in self.chosen)
         rows = wanted_rows(catalog, None if everything else tensors)
-        return Asked(rows, tuple(dict.fromkeys(pairings)), level >= Level.REPLICAS, checksums)
+        return Asked(
+            rows,
+            tuple(dict.fromkeys(pairings)),
+            level >= Level.REPLICAS,
+            checksums,
+            checksums and self.keeper is not None,
+        )
 
     def measure(self, catalog: Catalog, asked: Asked, path: str) -> Observations:
         """One pass over what was asked for."""

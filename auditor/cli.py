@@ -221,6 +221,21 @@ def patrol(
     raise typer.Exit(int(result.exit_codes[0]))
 
 
+@app.command()
+def ledger(
+    action: Annotated[str, typer.Argument(metavar="show|verify|compact|export")],
+    folder: Annotated[str, typer.Argument(metavar="LEDGER", help="What `check --ledger` wrote.")],
+) -> None:
+    """Show what a ledger keeps, verify it (exit 1: damaged), compact it, or list its files as sha256sum does."""
+    from auditor.report.ledger_report import lines
+
+    sound = True
+    for line, good in lines(action, folder):
+        print(line)
+        sound = sound and good
+    raise typer.Exit(0 if sound else 1)
+
+
 @app.command("invariants")
 def list_invariants() -> None:
     """List every invariant: id, severity, name, statement."""

@@ -95,6 +95,8 @@ class RunReport:
     """With --bisect: how many steps were looked at, and what that can't know."""
     ledger_notes: list[str] = field(default_factory=list)
     """What is wrong with the ledger; it was not used."""
+    unwritten: list[str] = field(default_factory=list)
+    """What the ledger did not take: the next audit reads those steps again."""
     beside: dict[str, Judgement] = field(default_factory=dict)
     """Judgements that are about no step, but about the configuration."""
     seconds: float = 0.0

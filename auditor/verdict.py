@@ -41,7 +41,12 @@ def exit_codes(run: RunReport, settings: Settings) -> list[ExitCode]:
         found.add(ExitCode.VIOLATED)
     if settings.strict and run.undetermined():
         found.add(ExitCode.VIOLATED)
-    if run.unrecognised or any(step.failures for step in run.steps) or _selected_in_vain(run, settings):
+    if (
+        run.unrecognised
+        or run.unwritten
+        or any(step.failures for step in run.steps)
+        or _selected_in_vain(run, settings)
+    ):
         found.add(ExitCode.INCOMPLETE)
     if any(step.changed for step in run.steps):
         found.add(ExitCode.CHANGED)

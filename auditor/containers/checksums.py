@@ -54,6 +54,20 @@ def verify_zip(handle: Handle) -> Verified:
     return Verified(good, tuple(bad), without, num_bytes)
 
 
+def sha256_of(handle: Handle) -> str:
+    """The SHA-256 of a whole file, hexadecimal.
+
+    Raises:
+        StorageError: as reading the data.
+    """
+    found, buffer = hashlib.sha256(), memoryview(bytearray(BLOCK_BYTES))
+    for at in range(0, handle.entry.num_bytes, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, handle.entry.num_bytes - at)]
+        handle.read_into(at, block)
+        found.update(block)
+    return found.hexdigest()
+
+
 def verify_items(handle: Handle) -> Verified:
     """CRC-32 of every member of all the zip files that make up a data file of ``torch.distributed.checkpoint``.
 

@@ -30,6 +30,7 @@ from auditor.model.finding import Judgement
 from auditor.model.observation import Observations
 from auditor.model.run import Change, StepState
 from auditor.storage.store import StorageError, base_name, join
+from auditor.storage.writer import WriteError
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class Keeper:
     """Digest of the choices that change a judgement."""
     notes: list[str] = field(default_factory=list)
     """What is wrong with the ledger itself; nothing of that is believed."""
+    unwritten: list[str] = field(default_factory=list)
+    """What the ledger did not take."""
     accounts: dict[RecordName, StepAccount] = field(default_factory=dict)
     placed: dict[tuple[int, str], Place] = field(default_factory=dict)
     """By step and folder, those of this audit."""
@@ -187,8 +190,7 @@ class Keeper:
     ) -> None:  # fmt: skip
         """Write what was measured and said, where the ledger does not have it.
 
-        Raises:
-            WriteError: the ledger does not take it.
+        A ledger that does not take it is noted: the report must not be lost by it.
         """
         if self.ledger.writer is None or not keepable(catalog, observations):
             return
@@ -197,8 +199,12 @@ class Keeper:
         record = record_of(catalog, observations, asked, said, self.placed[catalog.step, folder])
         if known is not None:
             record = _more(known.record, record)
-        name = self.ledger.add(self.run, record)
-        self.accounts[name] = record.account
+        try:
+            name = self.ledger.add(self.run, record)
+        except WriteError as error:
+            self.unwritten.append(str(error))
+        else:
+            self.accounts[name] = record.account
 
     @staticmethod
     def _is_said(before: Said, said: Said) -> bool:

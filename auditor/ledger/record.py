@@ -71,7 +71,7 @@ class Measured:
     pairs: tuple[KeptPair, ...] = ()
     checksums: Mapping[int, FileChecksums] = field(default_factory=dict)
     asked: tuple[str, ...] = ()
-    """Second passes that were made: ``differences``, ``checksums``."""
+    """Second passes that were made: ``differences``, ``checksums``, ``digests``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,11 +135,13 @@ class Asked:
     pairings: tuple[Pairing, ...] = ()
     differences: bool = False
     checksums: bool = False
+    digests: bool = False
+    """Of files, for at-rest integrity."""
 
     @property
     def passes(self) -> tuple[str, ...]:
         """The second passes that are wanted, by name."""
-        return tuple(name for name in ("differences", "checksums") if getattr(self, name))
+        return tuple(name for name in ("differences", "checksums", "digests") if getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,9 @@ class Ledger:
         self._begin(run, record.account.step)
         for part, content in objects.items():
             self.writer.write(f"{name.folder}/{part}", content)
-        self.writer.create(f"{name.folder}/{COMMIT}", commit)
+        if not self.writer.create(f"{name.folder}/{COMMIT}", commit) and self.damage(name):
+            # One is there and none that this record's name was made of: rot, or a stranger's.
+            self.writer.write(f"{name.folder}/{COMMIT}", commit)
         return name
 
     def damage(self, name: RecordName) -> str:
@@ -188,6 +190,14 @@ class Ledger:
             stated = {"auditor": {"schema_version": SCHEMA_VERSION, "writer": WRITER}}
             with self.writer.locked():
                 self.writer.create(arrays.DOCUMENT, arrays.group(stated))
+
+    def parts(self, name: RecordName) -> list[str]:
+        """The objects of a record as its commit lists them.
+
+        Raises:
+            DamagedError, StorageError: as :meth:`account`.
+        """
+        return sorted(self._listed(name))
 
     def _begin(self, run: str, step: int) -> None:
         """The groups above a record, where they aren't there."""
@@ -214,6 +224,17 @@ class Ledger:
 
     def _objects(self, name: RecordName, wanted: Any) -> dict[str, bytes]:
         """The objects of a record whose name is ``wanted``, each as it was committed."""
+        found = {}
+        for part, (num_bytes, digest) in self._listed(name).items():
+            if wanted(part):
+                content = self._read(f"{name.folder}/{part}", num_bytes)
+                if len(content) != num_bytes or _digest(content) != digest:
+                    raise DamagedError(f"{self.location}/{name.folder}/{part} is not what was committed")
+                found[part] = content
+        return found
+
+    def _listed(self, name: RecordName) -> dict[str, tuple[int, str]]:
+        """Name to length and digest of all objects of a record."""
         commit = self._read(f"{name.folder}/{COMMIT}", MAX_COMMIT_BYTES)
         if _digest(commit) != name.content:
             raise DamagedError(f"{self.location}/{name.folder}/{COMMIT} is not what was written")
@@ -221,14 +242,7 @@ class Ledger:
         listed = stated.get("objects") if isinstance(stated, dict) else None
         if not isinstance(listed, dict) or not all(map(_is_entry, listed.items())):
             raise DamagedError(f"{self.location}/{name.folder}/{COMMIT} lists no objects")
-        found = {}
-        for part, (num_bytes, digest) in listed.items():
-            if wanted(part):
-                content = self._read(f"{name.folder}/{part}", num_bytes)
-                if len(content) != num_bytes or _digest(content) != digest:
-                    raise DamagedError(f"{self.location}/{name.folder}/{part} is not what was committed")
-                found[part] = content
-        return found
+        return {part: (num_bytes, digest) for part, (num_bytes, digest) in listed.items()}
 
     def _read(self, name: str, limit: int) -> bytes:
         try:

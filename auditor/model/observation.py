@@ -73,6 +73,8 @@ class FileChecksums:
     """Parts that store none."""
     reason: str = ""
     """Why nothing could be read; empty where it was. No good and no bad parts: the file stores no checksums."""
+    sha256: str = ""
+    """Of the whole file, hexadecimal, where it was asked for."""
 
 
 BUCKETS = 64

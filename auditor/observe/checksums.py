@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
-from auditor.containers.checksums import VERIFIERS
+from auditor.containers.checksums import VERIFIERS, sha256_of
 from auditor.containers.damage import DamagedError
 from auditor.model.catalog import Catalog, FileState
 from auditor.model.observation import FileChecksums, Observations
@@ -14,13 +14,17 @@ from auditor.storage.store import StorageError, Store
 
 
 def verify_checksums(
-    store: Store, catalog: Catalog, observations: Observations, executor: Executor, progress: Callable[[int], None]
-) -> Observations:
-    """``observations`` with what the checksums of every present file say. Reads every file once more, in order."""
+    store: Store, catalog: Catalog, observations: Observations, executor: Executor, progress: Callable[[int], None],
+    *, digests: bool = False,
+) -> Observations:  # fmt: skip
+    """``observations`` with what the checksums of every present file say. Reads every file once more, in order.
+
+    ``digests``: also take the SHA-256 of every file as a whole, which is another read.
+    """
     present = [number for number, file in enumerate(catalog.files) if file.state is FileState.PRESENT]
     found: dict[int, FileChecksums] = {}
     num_bytes = 0
-    for number, (result, count) in zip(present, executor.map(_Verify(store, catalog), present), strict=True):
+    for number, (result, count) in zip(present, executor.map(_Verify(store, catalog, digests), present), strict=True):
         found[number] = result
         num_bytes += count
         progress(count)
@@ -33,8 +37,20 @@ class _Verify:
 
     store: Store
     catalog: Catalog
+    digests: bool
 
     def __call__(self, number: int) -> tuple[FileChecksums, int]:
+        found, num_bytes = self.verified(number)
+        if not self.digests or found.reason:
+            return found, num_bytes
+        try:
+            with self.store.open(self.catalog.files[number].name) as handle:
+                return replace(found, sha256=sha256_of(handle)), num_bytes + handle.entry.num_bytes
+        except StorageError as error:
+            return replace(found, reason=str(error)), num_bytes
+
+    def verified(self, number: int) -> tuple[FileChecksums, int]:
+        """What the file's own checksums say."""
         file = self.catalog.files[number]
         verifier = VERIFIERS.get(file.container)
         if verifier is None:

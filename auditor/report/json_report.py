@@ -62,7 +62,7 @@ def run_object(run: RunReport, settings: Settings, location: str) -> dict[str, A
             {"branch": branch.number, "steps": list(branch.steps), "violated": dict(branch.violated)}
             for branch in run.branches
         ],
-        "ledger_notes": list(run.ledger_notes), "bisected": run.bisected or None,
+        "ledger_notes": [*run.ledger_notes, *run.unwritten], "bisected": run.bisected or None,
         "tool_version": __version__,
         "config_digest": config_digest(settings),
         "coverage": {

@@ -258,6 +258,8 @@ def _branches(run: RunReport) -> Iterator[str]:
     for branch in run.branches:
         bad = ", ".join(f"{identifier} from {step}" for identifier, step in branch.violated.items())
         yield f"  set back        the ledger holds steps {_numbers(branch.steps)} of before{f': {bad}' if bad else ''}"
+    for failure in run.unwritten[:MAX_TENSORS]:
+        yield f"  [yellow]ledger[/]          not written: {safe(failure)}"
     if run.bisected:
         yield f"  bisected        {run.bisected}"
     for note in run.ledger_notes:

@@ -1,0 +1,111 @@
+"""What `auditor ledger` says of a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from auditor.containers.damage import DamagedError
+from auditor.errors import NothingToAuditError, UsageError
+from auditor.ledger.folder import open_ledger
+from auditor.ledger.record import StepAccount, StepRecord
+from auditor.ledger.tree import Ledger
+from auditor.ledger.upkeep import compact, manifest
+from auditor.model.catalog import Role
+from auditor.model.finding import Outcome
+from auditor.report.text_safety import visible
+
+
+def show_lines(ledger: Ledger) -> Iterator[str]:
+    """Every record, a line each: step, branch, what was measured and violated, and how far its weights moved."""
+    for run in ledger.runs():
+        yield visible(run)
+        before: StepRecord | None = None
+        for name in ledger.names(run):
+            try:
+                record = ledger.record(name)
+            except DamagedError as error:
+                yield f"  step {name.step:>8} · damaged: {visible(str(error))}"
+                continue
+            yield f"  {_line(record.account)}{_moved_phrase(before, record)}"
+            before = record
+
+
+def _line(account: StepAccount) -> str:
+    said = account.said
+    bad = sorted(key for key, judged in said.judgements.items() if judged.outcome is Outcome.VIOLATED)
+    branch = f" branch {account.lineage[-1][0]}" if account.lineage and account.lineage[-1][0] else ""
+    again = f" save {account.sequence + 1}" if account.sequence else ""
+    return (
+        f"step {account.step:>8}{branch}{again} · {visible(account.format)} · level {visible(said.level).lower()} · "
+        f"{len(account.tensors):,} tensors, {account.num_pieces:,} pieces · {', '.join(bad) or 'nothing violated'}"
+    )
+
+
+def _moved_phrase(before: StepRecord | None, record: StepRecord) -> str:
+    moved = distance(before, record) if before is not None else None
+    return f" · weights moved by {moved:.2g} of their length" if moved is not None else ""
+
+
+def distance(one: StepRecord, other: StepRecord, role: Role = Role.PARAMETER) -> float | None:
+    """The relative distance of all tensors of a role by their sketches; None where no tensor has one in both."""
+    left, right = _sketches(one, role), _sketches(other, role)
+    apart = length = 0.0
+    for key in left.keys() & right.keys():
+        apart += float(np.sum((left[key] - right[key]) ** 2))
+        length += float(np.sum(left[key] ** 2))
+    return float(np.sqrt(apart / length)) if length > 0 else None
+
+
+def _sketches(record: StepRecord, role: Role) -> dict[object, NDArray[np.float64]]:
+    found: dict[object, NDArray[np.float64]] = {}
+    contents = record.contents
+    for row in np.lexsort((contents.replica, contents.tensor))[::-1].tolist():
+        what = record.account.tensors[int(contents.tensor[row])]
+        if what.role is role and contents.sketch[row] >= 0:
+            # The lowest replica comes last and stays.
+            found[what.name, what.shape] = contents.sketches[int(contents.sketch[row])]
+    return found
+
+
+def lines(action: str, folder: str) -> Iterator[tuple[str, bool]]:
+    """The lines that an action prints, and whether what each tells of is sound.
+
+    Raises:
+        UsageError: there is no such action, or the folder is no ledger.
+        NothingToAuditError: there is no ledger.
+        WriteError, LockedError: as :func:`~auditor.ledger.upkeep.compact`.
+    """
+    if action not in _ACTIONS:
+        raise UsageError(f"auditor ledger {action}: there are {', '.join(_ACTIONS)}")
+    ledger = open_ledger(folder)
+    if not ledger.exists():
+        raise NothingToAuditError(f"{folder}: no ledger is there")
+    yield from _ACTIONS[action](ledger)
+
+
+def _verified(ledger: Ledger) -> Iterator[tuple[str, bool]]:
+    count = 0
+    for run in ledger.runs():
+        for name in ledger.names(run):
+            damage = ledger.damage(name)
+            count += not damage
+            if damage:
+                yield visible(damage), False
+    yield f"{count} records are what was written", True
+
+
+def _compacted(ledger: Ledger) -> Iterator[tuple[str, bool]]:
+    removed = compact(ledger)
+    yield from ((f"removed {name.folder}", True) for name in removed)
+    yield f"{len(removed)} records of which others hold and say as much were removed", True
+
+
+_ACTIONS: dict[str, Callable[[Ledger], Iterator[tuple[str, bool]]]] = {
+    "show": lambda ledger: ((line, True) for line in show_lines(ledger)),
+    "verify": _verified,
+    "compact": _compacted,
+    "export": lambda ledger: ((visible(line), True) for line in manifest(ledger)),
+}
