@@ -10,7 +10,7 @@ from auditor.adapters.deepspeed_exports import add_exports
 from auditor.adapters.deepspeed_files import EngineFiles, Rank, is_engine_file, read_engine_files
 from auditor.adapters.deepspeed_flats import Flat, FlatStates
 from auditor.adapters.deepspeed_layout import LOCAL_EXPERT, EngineLayout, module_of
-from auditor.adapters.deepspeed_records import Shapes, count_in, renamed, shapes_in
+from auditor.adapters.deepspeed_records import Shapes, count_in, odd_counts, renamed, shapes_in
 from auditor.adapters.deepspeed_states import PlainStates
 from auditor.adapters.deepspeed_weights import EngineWeights
 from auditor.adapters.deepspeed_wrapped import Beside
@@ -51,6 +51,9 @@ class EngineReading:
             self._add_plain_states()
         for rank, file in sorted(self.files.models.items()):
             self._add_records(rank, file)
+        places = {file.name: place for file, place in self.files.all()}
+        for file, what in odd_counts(self.files.models.values()):
+            self._problem(ProblemKind.METADATA, file, what, places[file.name])
         self._add_ties()
         for name in self.files.leftovers:
             message = f"is of no rank of the mesh ({self.mesh}), or there twice"

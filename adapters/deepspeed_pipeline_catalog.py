@@ -11,7 +11,7 @@ from auditor.adapters.catalog_builder import CatalogBuilder, Part
 from auditor.adapters.deepspeed_flats import Flat, FlatStates
 from auditor.adapters.deepspeed_pipeline_files import LAYER, read_step_files
 from auditor.adapters.deepspeed_pipeline_layout import Layout
-from auditor.adapters.deepspeed_records import count_in, renamed, shapes_in
+from auditor.adapters.deepspeed_records import count_in, odd_counts, renamed, shapes_in
 from auditor.adapters.deepspeed_states import PlainStates
 from auditor.adapters.flat_partitions import FlatGroup
 from auditor.adapters.step_file import StepFile
@@ -60,6 +60,9 @@ class PipelineReading:
             self._add_model_file(mp_rank, file)
             if not self.names_only:
                 states.add(file, self.degrees.model_coordinate(mp_rank), {}, unknown=_NAMELESS)
+        places = {file.name: place for file, place in self.files.all()}
+        for file, what in odd_counts(self.files.models.values()):
+            self._problem(ProblemKind.METADATA, file, what, places[file.name])
         self._add_ties()
         self._add_leftovers()
         claimed = {file.name for file, _ in self.files.all()} | {*self.files.leftovers, *self.files.deeper}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from auditor.adapters.adapter import Folder, Pointer
@@ -12,6 +14,8 @@ from auditor.storage.store import Store, join, read_text
 MAX_ELEMENTS = 1 << 40
 """Elements of the largest parameter that is believed."""
 MAX_NAMES = 1 << 20
+_OWN_SCHEDULE = ("lr_scheduler", "last_batch_iteration")
+"""What DeepSpeed's own schedules call their count."""
 
 Shapes = dict[str, tuple[int, ...]]
 """Name to shape."""
@@ -58,6 +62,18 @@ def step_in(file: StepFile) -> int | None:
     """The engine's ``global_steps``."""
     value = file.tree.get("global_steps")
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53 else None
+
+
+def odd_counts(files: Iterable[StepFile]) -> Iterator[tuple[StepFile, str]]:
+    """Model files whose counts are not those of most: samples, skipped steps, the schedule's own steps."""
+    read = [file for file in files if file.tree]
+    for path in (("global_samples",), ("skipped_steps",), ("lr_scheduler", "last_epoch"), _OWN_SCHEDULE):
+        values = {file.name: value for file in read if type(value := dig(file.tree, *path)) is int}
+        usual = Counter(values.values()).most_common(1)
+        for file in read:
+            value = values.get(file.name)
+            if value is not None and value != usual[0][0]:
+                yield file, f"records {'.'.join(path)} {value}, most others {usual[0][0]}"
 
 
 def renamed(file: StepFile) -> str:

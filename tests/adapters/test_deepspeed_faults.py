@@ -175,6 +175,11 @@ def cut_flat(run):
     rewritten(zeros(run)[0], shorter)
 
 
+def other_schedule(run):
+    path = run / "global_step2" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    rewritten(path, lambda content: content["lr_scheduler"].update(last_epoch=1))
+
+
 def copy(run, source, target):
     shutil.copy(run / source, run / target)
 
@@ -204,6 +209,24 @@ CASES = {
     "a Trainer's pointer to nothing": ("transformers#35782", "trainer_zero2", lambda run: shutil.rmtree(run / "checkpoint-4" / "global_step4"), "INT004", {("", MP)}),
     "a Trainer that counts otherwise": ("DeepSpeed#5289", "trainer_zero2", lambda run: (run / "checkpoint-4" / "trainer_state.json").write_text(json.dumps({"global_step": 3})), "INT005", {("", "trainer_state.json")}),
     "random states of one rank alone": ("transformers#35782", "trainer_zero2", lambda run: (run / "checkpoint-4" / "rng_state_1.pth").unlink(), "INT004", {("", "rng_state_1.pth")}),
+    "a schedule that is another rank's": (
+        "DeepSpeed#5289", "zero3_subgroups", other_schedule, "MET002", {("", "zero_pp_rank_1_mp_rank_00_model_states.pt")},
+    ),
+    "a pipeline's layer missing": (
+        "DeepSpeed#3588", "pipeline_zero1_fp16",
+        lambda run: (run / "global_step2" / "layer_02-model_states.pt").unlink(), "INT001",
+        {("", "layer_02-model_states.pt")},
+    ),
+    "a pipeline's stage missing": (
+        "transformers#35782", "pipeline_zero1_fp16",
+        lambda run: (run / "global_step2" / "zero_pp_rank_1_mp_rank_01_optim_states.pt").unlink(), "INT001",
+        {("", "zero_pp_rank_1_mp_rank_01_optim_states.pt")},
+    ),
+    "a pipeline's layer of another one": (
+        "transformers#24381", "pipeline_zero1_fp16",
+        lambda run: copy(run, "global_step2/layer_01-model_states.pt", "global_step2/layer_02-model_states.pt"), "INT006",
+        {("", "layer_02-model_states.pt")},
+    ),
 }  # fmt: skip
 
 
@@ -267,19 +290,29 @@ def test_an_export_of_an_earlier_step_is_none_of_this_one(tmp_path):
 
 
 def test_identical_experts(tmp_path):
-    """DeepSpeed#6589: both halves of the experts were loaded from the first; their twin has its own."""
+    """DeepSpeed#6589: both halves of the experts are those of the first rank; their twin has its own."""
     run = run_of(tmp_path, "zero1_moe")
     assert found(run) == {}
+    step = run / "global_step2"
     for expert in (2, 3):
-        names = {}
+        other = torch.load(step / f"layer_0_expert_{expert - 2}_mp_rank_00_model_states.pt")
 
-        def of_other(content, expert=expert, names=names):
-            other = torch.load(run / "global_step2" / f"layer_0_expert_{expert - 2}_mp_rank_00_model_states.pt")
+        def of_other(content, expert=expert, other=other):
             for name in content:
                 content[name] = other[name.replace(f"experts.{expert}.", f"experts.{expert - 2}.")].clone()
 
-        rewritten(run / "global_step2" / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt", of_other)
-    assert "CST001" in found(run)
+        rewritten(step / f"layer_0_expert_{expert}_mp_rank_00_model_states.pt", of_other)
+    assert found(run).keys() == {"CST001"}
+    for rank in (1, 3):
+        other = torch.load(step / ZERO.format(rank - 1), weights_only=False)["optimizer_state_dict"]
+
+        def of_neighbour(content, other=other):
+            mine = content["optimizer_state_dict"]
+            mine["single_partition_of_fp32_groups"][1] = other["single_partition_of_fp32_groups"][1].detach().clone()
+            mine["base_optimizer_state"]["state"][1] = other["base_optimizer_state"]["state"][1]
+
+        rewritten(step / ZERO.format(rank), of_neighbour)
+    assert found(run).keys() == {"OPT013"}
 
 
 def test_nodes_that_point_to_different_steps(tmp_path):
