@@ -18,6 +18,7 @@ from auditor.invariants import (
     optimizer_records,
     optimizer_twins,
     optimizer_values,
+    outliers,
     reference,
     replica,
     security,
@@ -29,7 +30,7 @@ from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
     integrity, integrity_runs, integrity_kept, coverage, metadata, replica, stripes, cast, optimizer, optimizer_records,
-    optimizer_values, optimizer_twins, numerics, tying, reference, security, configuration, witnessed,
+    optimizer_values, optimizer_twins, numerics, outliers, tying, reference, security, configuration, witnessed,
 )  # fmt: skip
 
 

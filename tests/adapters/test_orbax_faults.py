@@ -281,6 +281,10 @@ def test_one_nan():
     assert (location.tensor, str(location.coordinate)) == ("embed", "data=0,model=0")
 
 
+def test_a_second_moment_that_is_far_too_large():
+    assert only(change_first("second_moment", put(1e31)), "NUM004").locations[0].tensor == "embed"
+
+
 def test_a_second_moment_below_zero():
     assert only(change_first("second_moment", put(-1e-6)), "OPT010").locations[0].tensor == "embed"
 
