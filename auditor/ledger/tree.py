@@ -160,9 +160,10 @@ class Ledger:
         objects = dict(_objects_of(record))
         commit = _commit_of(objects)
         name = RecordName(run, record.account.step, files_digest(record.account), _digest(commit))
-        if self._is_there(f"{name.folder}/{COMMIT}") and self.damage(name) == "":
-            return name
         self._begin(run, record.account.step)
+        if self._is_there(f"{name.folder}/{COMMIT}") and self.damage(name) == "":
+            self.writer.create(f"{name.folder}/{COMMIT}", commit)
+            return name
         for part, content in objects.items():
             self.writer.write(f"{name.folder}/{part}", content)
         if not self.writer.create(f"{name.folder}/{COMMIT}", commit) and self.damage(name):

@@ -205,6 +205,9 @@ class FolderWriter:
             WriteError: as :meth:`Draft.append`.
         """
         if os.path.lexists(self._path(name)):
+            # Who was killed between giving the name and clearing up left a draft.
+            with suppress(OSError):
+                os.unlink(_draft_name(self._path(name)))
             return False
         with self.draft(name) as draft:
             draft.append(memoryview(content))

@@ -13,7 +13,7 @@ from auditor.ledger.plain import plain, revived
 from auditor.model.catalog import Role
 from auditor.model.finding import Judgement, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
-from auditor.model.observation import Difference
+from auditor.model.observation import OBSERVED, Difference
 from auditor.model.region import Box
 
 COLUMNS = {
@@ -132,3 +132,17 @@ def test_what_does_not_fit_its_type_is_refused(change):
 
 def test_fields_of_a_later_version_are_passed_over():
     assert revived(Judgement, {**plain(JUDGED), "certainty": 0.5}) == JUDGED
+
+
+def test_a_piece_takes_forty_bytes_at_most():
+    """Of float32 tensors: two lanes and the squares can't be compressed, extrema are float32, most counts are zero."""
+    random, count = np.random.default_rng(0), 20_000
+    rows = np.zeros(count, OBSERVED)
+    rows["read"] = 1
+    for lane in ("lane0", "lane1"):
+        rows[lane] = random.integers(0, 1 << 63, count, np.uint64) * 2
+    rows["minimum"], rows["maximum"] = (random.normal(size=count).astype(np.float32) for _ in range(2))
+    rows["sum_squares"], rows["bits_used"] = random.normal(size=count) ** 2, (1 << 32) - 1
+    rows["num_zero"][::7] = random.integers(0, 300, len(rows[::7]))
+    total = sum(len(content) for name in OBSERVED.names for _, content in arrays.written(name, rows[name]))
+    assert total / count <= 40
