@@ -95,7 +95,8 @@ def sizes(root: Path, ledger: Path) -> None:
     run_bytes = sum(path.stat().st_size for path in root.rglob("*.pt"))
     print(f"ledger {total / 1e6:.2f} MB in {len(files)} objects, of {run_bytes / 1e6:.1f} MB of checkpoints: "
           f"{num_pieces} pieces, {num_contents} contents of which {distinct} distinct")  # fmt: skip
-    each = f"sketches {of_sketches / max(1, distinct):.0f} B, all but pieces {(total - of_pieces) / max(1, distinct):.0f} B"
+    sketch, rest = of_sketches / max(1, distinct), (total - of_pieces) / max(1, distinct)
+    each = f"sketches {sketch:.0f} B, all but pieces {rest:.0f} B"
     print(f"  columns of pieces {of_pieces / num_pieces:.1f} B a piece; {each} a distinct content")
     first, last = (known.record(names[at]) for at in (0, -1))
     true = true_distance(root / "step_10/rank_0.pt", root / f"step_{SAVES * EVERY}/rank_0.pt")
