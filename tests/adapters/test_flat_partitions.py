@@ -1,11 +1,12 @@
 import math
+from itertools import chain
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from auditor.adapters.flat_partitions import FlatGroup, Slice, place_slice
+from auditor.adapters.flat_partitions import CutParameters, FlatGroup, Slice, cut_anew, length_of, place_slice
 from auditor.model.mesh import Coordinate, Mesh, Replicate, Shard, local_box
 from auditor.model.region import Box, FlatRange
 
@@ -141,3 +142,63 @@ def test_columns_become_boxes_that_follow_each_other():
 
 def test_a_scalar_is_a_flat_range_of_one():
     assert list(place_slice(Slice("s", 0, 1, 9), Box((), ()), ())) == [(FlatRange(0, 1), 9)]
+
+
+shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), max_size=6)
+
+
+def laid_out(parts):
+    """Every rank's buffer as (name, element) in the order of its slices, which follow each other without gaps."""
+    found = []
+    for slices in parts:
+        at, elements = 0, []
+        for piece in slices:
+            assert piece.at == at
+            at += piece.stop - piece.start
+            elements += [(piece.name, number) for number in range(piece.start, piece.stop)]
+        assert at == length_of(slices)
+        found.append(elements)
+    return found
+
+
+@given(shapes, st.integers(1, 5))
+def test_parameters_that_are_cut_one_by_one_are_put_together_again(members, ranks):
+    """Parts of one parameter are equally long on all ranks, so that they lie at the same place in every buffer."""
+    group = CutParameters({f"p{number}": shape for number, shape in enumerate(members)})
+    buffers = laid_out([group.partition(rank, ranks) for rank in range(ranks)])
+    assert len(set(map(len, buffers))) == 1
+    held = sorted((name, at) for buffer in buffers for name, at in buffer if name)
+    assert held == sorted((name, at) for name, shape in group.shapes.items() for at in range(math.prod(shape)))
+    for buffer in buffers:
+        starts = {}
+        for place, (name, at) in enumerate(buffer):
+            starts.setdefault(name, place - at)
+            assert not name or starts[name] == place - at
+
+
+@given(shapes, st.lists(st.integers(0, 3), min_size=6, max_size=6), st.integers(1, 4))
+def test_gaps_after_parameters_are_padding(members, gaps, ranks):
+    names = {f"p{number}": shape for number, shape in enumerate(members)}
+    group = FlatGroup(names, gaps[: len(members)])
+    whole = [
+        element for buffer in laid_out([group.partition(rank, ranks) for rank in range(ranks)]) for element in buffer
+    ]
+    expected = []
+    for (name, shape), gap in zip(names.items(), gaps, strict=False):
+        expected += [(name, at) for at in range(math.prod(shape))] + [("", at) for at in range(gap)]
+    assert whole[: len(expected)] == expected
+    assert all(name == "" for name, _ in whole[len(expected) :])
+
+
+@given(shapes, st.integers(1, 4), st.data())
+def test_buffers_that_are_cut_anew_hold_the_same(members, ranks, data):
+    """Sub-groups of other lengths than the recorded groups: what lies end to end stays so."""
+    half = len(members) // 2
+    groups = [CutParameters({f"{at}.{n}": shape for n, shape in enumerate(part)})
+              for at, part in enumerate((members[:half], members[half:]))]  # fmt: skip
+    parts = [group.partition(0, ranks) for group in groups]
+    total = sum(map(length_of, parts))
+    border = data.draw(st.integers(0, total))
+    anew = cut_anew(parts, [border, total - border])
+    assert [*map(length_of, anew)] == [border, total - border]
+    assert [*chain(*laid_out(anew))] == [*chain(*laid_out(parts))]
