@@ -93,7 +93,7 @@ class Beside:
     def _add_random_states(self, ranks: Sequence[Coordinate]) -> None:
         """One file a rank, where there are several ranks; none at all is another trainer's habit."""
         found = {int(match[1]) for name in self.outer.files if (match := _RNG.fullmatch(name))}
-        if not found or len(ranks) > MAX_LOST * len(found):
+        if not found or not ranks or len(ranks) > MAX_LOST * len(found):
             return
         for rank, coordinate in enumerate(ranks):
             name = f"rng_state_{rank}.pth"
