@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
-from auditor.adapters.hugging_face_catalog import TRAINER_STATE, HuggingFaceReading
+from auditor.adapters.hugging_face_catalog import HuggingFaceReading
 from auditor.adapters.hugging_face_files import ADAPTER_KINDS, MODEL_KINDS, open_json, open_weights
 from auditor.adapters.hugging_face_sets import WeightSet, find_set
+from auditor.adapters.trainer_files import TRAINER_STATE
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Store, base_name
 

@@ -30,18 +30,20 @@ from auditor.adapters.hugging_face_tensors import (
     check_total,
     compare,
     model_order,
+    parameters_as_stored,
     place,
     ties_in,
 )
 from auditor.adapters.step_file import Opened
 from auditor.adapters.ties import distinct
+from auditor.adapters.trainer_files import TRAINER_STATE, Listings, TrainerFiles, has_trained_siblings
 from auditor.model.catalog import WITHHELD, Catalog, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import FLOAT32, DType
-from auditor.model.mesh import EVERYWHERE, NO_MESH
+from auditor.model.mesh import EVERYWHERE
 from auditor.model.region import whole
 from auditor.storage.store import Store, join
 
-TRAINER_STATE, ADAPTER_CONFIG = "trainer_state.json", "adapter_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _BEFORE_TRAINER_STATE = ("training_args.bin", "optimizer.pt")
 """What the Trainer writes before ``trainer_state.json``, the last file of a step."""
 
@@ -55,6 +57,7 @@ class HuggingFaceReading:
         self.opaque: Counter[str] = Counter()
         self.claimed: set[str] = set()
         self.small: dict[str, Opened[Mapping[str, Any]]] = {}
+        self.beside = TrainerFiles(self.builder, store, folder, names_only=options.names_only)
 
     def catalog(self, step: int, format_name: str) -> Catalog:
         """The Catalog of the folder."""
@@ -70,11 +73,16 @@ class HuggingFaceReading:
             self._check_rank(placed[-1])
         for one in placed:
             check_total(one)
-        self._add_tensors(placed, model)
+        order = self._add_tensors(placed, model)
         self.builder.ties.extend(distinct([*model.ties, *(tie for one in placed for tie in ties_in(one))]))
-        unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in self.claimed]
-        catalog = self.builder.build(step, self.folder.path, format_name, NO_MESH, self.opaque, unclaimed)
-        return replace(catalog, not_implied=self._reason(model, models), unseen=self._unseen(placed))
+        self.beside.add(self._listings(placed, model, order))
+        claimed = self.claimed | self.beside.claimed
+        unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in claimed]
+        catalog = self.builder.build(step, self.folder.path, format_name, self.beside.mesh, self.opaque, unclaimed)
+        counted = bool(self.beside.random)
+        return replace(
+            catalog, not_implied=self._reason(model, models), unseen=self._unseen(placed), ranks_counted=counted
+        )
 
     def _unseen(self, placed: Sequence[Placed]) -> str:
         """Why nothing is known of the other files of the set, where one alone was named."""
@@ -92,7 +100,10 @@ class HuggingFaceReading:
         names = [name for name in (CONFIG, ADAPTER_CONFIG, TRAINER_STATE) if name in self.folder.files]
         for name in names:
             self._add_small(open_json(self.store, self.folder, name))
-        if TRAINER_STATE not in names and all(name in self.folder.files for name in _BEFORE_TRAINER_STATE):
+        if TRAINER_STATE not in names and (
+            all(name in self.folder.files for name in _BEFORE_TRAINER_STATE)
+            or has_trained_siblings(self.store, self.folder)
+        ):
             self._add_small(Opened.absent(TRAINER_STATE))
         step = self._small(TRAINER_STATE).get("global_step")
         if type(step) is int and 0 <= step < 1 << 53:
@@ -181,8 +192,22 @@ class HuggingFaceReading:
 
     # Tensors
 
-    def _add_tensors(self, sets: Sequence[Placed], model: Implied) -> None:
-        """Tensors in model order, those of lost files included, and the problems with their place in it."""
+    def _listings(self, sets: Sequence[Placed], model: Implied, positions: Mapping[str, int]) -> Listings:
+        """In which orders the model's parameters may have been handed to an optimizer."""
+        shapes = {name: array.shape for one in sets for name, (_, array) in one.found.items()}
+        shapes |= {name: shape for one in sets for name in one.lost if (shape := model.shape_of(name)) is not None}
+        orders = [{name: shapes[name] for name in model.order if name in shapes}]
+        orders += [parameters_as_stored(one) for one in sets if one.weights.kind.container == "torch-zip"]
+        adapted = any(one.weights.kind in ADAPTER_KINDS for one in sets)
+        if adapted:
+            orders, unknown = [], "in which order the adapted modules lie in the base model is not recorded"
+        else:
+            reason = model.unknown if CONFIG in self.folder.files else f"there is no {CONFIG}"
+            unknown = f"safetensors keep no order of the model's parameters, and none is known: {reason}"
+        return Listings(shapes, [order for order in orders if order], positions, unknown)
+
+    def _add_tensors(self, sets: Sequence[Placed], model: Implied) -> dict[str, int]:
+        """Tensors in model order, those of lost files included, and the problems with their place in it; the order."""
         problems = [problem for placed in sets for problem in placed.problems]
         names = {name for placed in sets for name in (*placed.found, *placed.lost)}
         ordered = sorted(names | {problem.tensor for problem in problems} - {""}, key=model_order)
@@ -193,13 +218,16 @@ class HuggingFaceReading:
             self._add_found(placed, order, taken)
             self._add_lost(placed, order, model, dtype)
         self.builder.problems += [replace(problem, order=order.get(problem.tensor, -1)) for problem in problems]
+        return order
 
     def _add_found(self, placed: Placed, order: Mapping[str, int], taken: set[str]) -> None:
         for name in sorted(placed.found.keys() - taken, key=order.__getitem__):
             file, array = placed.found[name]
             if array.dtype is None:
                 continue
-            tensor = self.builder.tensor(name, Role.PARAMETER, array.dtype, array.shape, order[name])
+            tensor = self.builder.tensor(
+                name, Role.PARAMETER, array.dtype, array.shape, order[name], stored_once=self.beside.stored_once
+            )
             file_id = self.builder.file_id(join(self.folder.path, file.name))
             self.builder.piece(
                 tensor, file_id, array.offset, whole(array.shape), EVERYWHERE, key=name, strides=array.strides
@@ -215,7 +243,9 @@ class HuggingFaceReading:
                 if file.lost:
                     nameless.setdefault(file.name, []).append(name)
                 continue
-            tensor = self.builder.tensor(name, Role.PARAMETER, dtype, shape, order[name])
+            tensor = self.builder.tensor(
+                name, Role.PARAMETER, dtype, shape, order[name], stored_once=self.beside.stored_once
+            )
             self.builder.piece(
                 tensor, self.builder.file_id(join(self.folder.path, file.name)), 0, whole(shape), EVERYWHERE, key=name
             )

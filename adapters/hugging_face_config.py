@@ -38,6 +38,8 @@ class Implied:
     """Why nothing is implied; empty where something is."""
     ties: tuple[Tie, ...] = ()
     """The embedding and the head, where the configuration ties them."""
+    order: tuple[str, ...] = ()
+    """Names in the order of the model's own ``named_parameters()``; a tied head is not among them."""
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor, where it is implied."""
@@ -101,17 +103,17 @@ def _llama(sizes: _Sizes, *, default_heads: int | None = None, qkv_bias: bool = 
     queries, keys = heads * head, sizes.count("num_key_value_heads", default_heads or heads) * head
     bias, mlp_bias = sizes.flag("attention_bias", default=False), sizes.flag("mlp_bias", default=False)
     layer = {
-        "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),
         **_linear("self_attn.q_proj", queries, hidden, bias=bias or qkv_bias),
         **_linear("self_attn.k_proj", keys, hidden, bias=bias or qkv_bias),
         **_linear("self_attn.v_proj", keys, hidden, bias=bias or qkv_bias),
         **_linear("self_attn.o_proj", hidden, queries, bias=bias),
         **_linear("mlp.gate_proj", wide, hidden, bias=mlp_bias), **_linear("mlp.up_proj", wide, hidden, bias=mlp_bias),
         **_linear("mlp.down_proj", hidden, wide, bias=mlp_bias),
+        "input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,),
     }  # fmt: skip
     layers = _in_layers("model.layers.", layer, sizes.count("num_hidden_layers", limit=MAX_LAYERS))
-    outside = {"model.embed_tokens.weight": (sizes.count("vocab_size"), hidden), "model.norm.weight": (hidden,)}
-    return outside | layers, {}
+    embedding: Shapes = {"model.embed_tokens.weight": (sizes.count("vocab_size"), hidden)}
+    return embedding | layers | {"model.norm.weight": (hidden,)}, {}
 
 
 def _mistral(sizes: _Sizes) -> tuple[Shapes, Shapes]:
@@ -132,11 +134,11 @@ def _gpt2(sizes: _Sizes) -> tuple[Shapes, Shapes]:
         **_norm("ln_2", hidden), **_conv1d("mlp.c_fc", hidden, wide), **_conv1d("mlp.c_proj", wide, hidden),
     }  # fmt: skip
     layers = _in_layers("transformer.h.", layer, sizes.count("n_layer", limit=MAX_LAYERS))
-    outside = {
+    embeddings: Shapes = {
         "transformer.wte.weight": (sizes.count("vocab_size"), hidden),
-        "transformer.wpe.weight": (sizes.count("n_positions"), hidden), **_norm("transformer.ln_f", hidden),
-    }  # fmt: skip
-    return outside | layers, {}
+        "transformer.wpe.weight": (sizes.count("n_positions"), hidden),
+    }
+    return embeddings | layers | _norm("transformer.ln_f", hidden), {}
 
 
 def _gpt_neox(sizes: _Sizes) -> tuple[Shapes, Shapes]:
@@ -151,7 +153,7 @@ def _gpt_neox(sizes: _Sizes) -> tuple[Shapes, Shapes]:
     }  # fmt: skip
     layers = _in_layers("gpt_neox.layers.", layer, sizes.count("num_hidden_layers", limit=MAX_LAYERS))
     embedding: Shapes = {"gpt_neox.embed_in.weight": (sizes.count("vocab_size"), hidden)}
-    return embedding | _norm("gpt_neox.final_layer_norm", hidden) | layers, {}
+    return embedding | layers | _norm("gpt_neox.final_layer_norm", hidden), {}
 
 
 def _bert(sizes: _Sizes) -> tuple[Shapes, Shapes]:
@@ -217,10 +219,17 @@ def implied(config: Mapping[str, Any], stored: Collection[str]) -> Implied:
     spell = {name: _spelled(_bare(name, family.base) if bare else name, stored) for name in required | optional}
     # A bare base model has no head, whatever class its configuration names.
     names = (spell[family.embedding], spell[family.head]) if tied and not bare else ()
+    own = [name for name in (*required, *optional) if not (tied and name == family.head)]
+    order = sorted(own, key=lambda name: 3 if name == family.head else _registered(name))
     return Implied(
         {spell[name]: shape for name, shape in required.items()}, {spell[name]: s for name, s in optional.items()},
-        ties=(Tie(names, _tie_source(config)),) if names else (),
+        ties=(Tie(names, _tie_source(config)),) if names else (), order=tuple(spell[name] for name in order),
     )  # fmt: skip
+
+
+def _registered(name: str) -> int:
+    """Of BERT's prediction head, which comes last, a module's own parameters go before those of its parts."""
+    return 0 if not name.startswith("cls.") else 1 if name.endswith(("predictions.bias", "decoder.bias")) else 2
 
 
 def _tie_source(config: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from auditor.adapters.hugging_face_files import StoredArray, Weights
 from auditor.adapters.hugging_face_sets import WeightSet
 from auditor.adapters.step_file import Opened
 from auditor.model.catalog import Problem, ProblemKind
+from auditor.model.dtype import Kind
 from auditor.model.optimizer import Tie
 from auditor.storage.store import join
 
@@ -124,6 +125,18 @@ def ties_in(placed: Placed) -> list[Tie]:
             views.setdefault(view, []).append(name)
     tied = (sorted(names, key=model_order) for names in views.values() if len(names) > 1)
     return [Tie(tuple(names), f"one storage in {placed.found[names[0]][0].name}") for names in tied]
+
+
+def parameters_as_stored(placed: Placed) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in the order of the files, which for torch files is the model's.
+
+    Without second names of tied parameters, and without integers, which aren't trained.
+    """
+    named: dict[object, tuple[str, tuple[int, ...]]] = {}
+    for name, (file, array) in placed.found.items():
+        if array.dtype is not None and array.dtype.kind is Kind.FLOAT:
+            named.setdefault((file.name, array.storage, array.offset, array.shape), (name, array.shape))
+    return dict(named.values())
 
 
 def check_total(placed: Placed) -> None:

@@ -2,13 +2,16 @@
 
 ``torch.optim.Optimizer.state_dict`` gives no names. It numbers parameters in the order in which they were handed over,
 group after group: ``param_groups[i]["params"]`` holds those numbers and ``state`` is keyed by them (source: torch
-``torch/optim/optimizer.py``, ``pack_group``). Which order they were handed over in is the training code's affair; two
+``torch/optim/optimizer.py``, ``pack_group``). Which order they were handed over in is the training code's affair; three
 are usual:
 
 - *consecutive*: ``model.parameters()``, which is the order of the model's state dict without buffers and without the
   later names of tied parameters; several groups cut it into runs;
 - *split by decay*: the same order, dealt out to a group with weight decay and one without (biases and what has one
   dim). Source: Megatron-LM ``megatron/core/optimizer/__init__.py`` (``_get_param_groups``) and many training scripts.
+
+- *decayed first*: dealt out so to exactly these two groups in this order, which both may have a weight decay of 0.
+  Source: transformers ``trainer.py`` (``create_optimizer``).
 
 Since torch 2.6 an optimizer that was handed ``named_parameters()`` records the names, as ``param_names`` of each group.
 
@@ -161,6 +164,20 @@ def split_by_decay(
     order = tuple(tuple(name for name, shape in shapes.items() if exempt(name, shape) is not flag) for flag in decayed)
     whole = sum(map(len, order)) == len(shapes)
     return order if whole and tuple(map(len, order)) == tuple(map(len, state.numbers)) else None
+
+
+def decayed_first(shapes: Shapes, state: IndexedState) -> Order | None:
+    """The model's order dealt out to two groups, what the usual rule exempts from weight decay in the second.
+
+    None where the counts don't fit, or the second group alone has a weight decay.
+    """
+    if len(state.groups) != 2 or state.groups[1].get("weight_decay"):
+        return None
+    exempt = [undecayed(name, shape) for name, shape in shapes.items()]
+    order = tuple(
+        tuple(name for name, flag in zip(shapes, exempt, strict=True) if flag is second) for second in (False, True)
+    )
+    return order if tuple(map(len, order)) == tuple(map(len, state.numbers)) else None
 
 
 def named(shapes: Shapes, state: IndexedState) -> Order | None:

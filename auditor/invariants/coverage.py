@@ -116,10 +116,11 @@ def exports_hold_elements(evidence: StepEvidence) -> Judgement:
         return Judgement(not_applicable={"no export: the format's own records tell every shape": 1})
     violations = tuple(_of_problems(catalog, ProblemKind.EMPTY))
     accused = {violation.subject for violation in violations}
-    empty = [t.name for t in catalog.tensors if t.num_elements == 0 and t.role is not Role.PADDING]
+    exported = [tensor for tensor in catalog.tensors if tensor.role is Role.PARAMETER]
+    empty = [tensor.name for tensor in exported if tensor.num_elements == 0]
     doubtful = tuple(name for name in empty if name not in accused)
     reason = "it has no elements, and nothing tells whether the model has some there"
-    return Judgement(len(catalog.tensors) - len(empty), violations, {reason: doubtful} if doubtful else {})
+    return Judgement(len(exported) - len(empty), violations, {reason: doubtful} if doubtful else {})
 
 
 def implied_tensors_are_stored(evidence: StepEvidence) -> Judgement:
@@ -134,7 +135,7 @@ def implied_tensors_are_stored(evidence: StepEvidence) -> Judgement:
     undetermined = {"storage did not let the file be read": withheld} if withheld else {}
     # Without a configuration there is no statement to hold; what is not known of shapes is MET003's to say.
     not_applicable = {catalog.not_implied: 1} if catalog.not_implied and not violations else {}
-    num_holds = 0 if catalog.not_implied else len(catalog.tensors)
+    num_holds = 0 if catalog.not_implied else sum(tensor.role is Role.PARAMETER for tensor in catalog.tensors)
     return Judgement(num_holds, violations, undetermined, not_applicable)
 
 

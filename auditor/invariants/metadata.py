@@ -63,7 +63,8 @@ def shapes_follow_the_configuration(evidence: StepEvidence) -> Judgement:
     if catalog.not_implied:
         return Judgement(undetermined={catalog.not_implied: ("the model's tensors",)})
     judged = _judge(evidence, ProblemKind.SHAPE)
-    return Judgement(len(catalog.tensors) - len(judged.violations), judged.violations)
+    num_tensors = sum(tensor.role is Role.PARAMETER for tensor in catalog.tensors)
+    return Judgement(num_tensors - len(judged.violations), judged.violations)
 
 
 INVARIANTS = (

@@ -117,7 +117,8 @@ class KeptState:
     @cached_property
     def unstepped(self) -> bool:
         """Whether the optimizer may not have taken a step: it keeps nothing and no step of its own is counted."""
-        counted = [scalar.value for scalar in self.catalog.scalars if scalar.name == "optimizer_step"]
+        names = ("optimizer_step", "scheduler_steps")
+        counted = [scalar.value for scalar in self.catalog.scalars if scalar.name in names]
         counted += [group.step or 0 for group in self.catalog.groups]
         return not self.state and not any(counted) and self.catalog.step < _SURELY_STEPPED
 

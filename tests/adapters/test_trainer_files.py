@@ -1,0 +1,301 @@
+"""What trainers leave beside the weights: real folders of the Trainer, accelerate and peft, and their known faults."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from auditor.adapters.adapter import Folder, Match, Options
+from auditor.adapters.hugging_face import HuggingFace
+from auditor.adapters.hugging_face_config import implied
+from auditor.audit import audit
+from auditor.model.catalog import Role
+from auditor.model.finding import Outcome, Severity
+from auditor.settings import Level, Settings
+from auditor.storage.local import LocalStore
+from auditor.testing.adapter_contract import AdapterContract
+from tests.faults import float32_bits, poke
+from tests.paths import ROOT
+from tests.rewriting import change
+
+FIXTURES = ROOT / "tests" / "fixtures" / "hugging_face"
+ORDERS = json.loads((FIXTURES / "parameter_orders.json").read_text())
+ADAPTER = HuggingFace()
+ROLES = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment", "step": "counter"}
+RUNS = ("trainer", "trainer_ddp", "accelerate_bin", "accelerate_safetensors", "lora_trainer", "lora_fresh")
+FIRST = "model.layers.0.self_attn.q_proj.weight"
+
+
+def handed_over(kind):
+    """Names as the Trainer's optimizer was handed them, by the model itself."""
+    found = ORDERS[kind]["parameters"]
+    return [name for name, _, decayed in found if decayed] + [name for name, _, decayed in found if not decayed]
+
+
+NAMES = {
+    "trainer": handed_over("LlamaForCausalLM"), "trainer_ddp": handed_over("Qwen2ForCausalLM"),
+    "accelerate_bin": [name for name, _, _ in ORDERS["GPT2LMHeadModel"]["parameters"]],
+}  # fmt: skip
+
+
+class TestContract(AdapterContract):
+    adapter = ADAPTER
+    checkpoints = (FIXTURES / "trainer" / "checkpoint-6", FIXTURES / "trainer_ddp" / "checkpoint-4",
+                   FIXTURES / "accelerate_bin" / "step_4")  # fmt: skip
+
+    def framework_arrays(self, path):
+        torch = pytest.importorskip("torch")
+        file = next(path / name for name in ("optimizer.pt", "optimizer.bin") if (path / name).exists())
+        state = torch.load(file, weights_only=True)["state"]
+        return {
+            (ROLES[key], NAMES[path.parent.name][number]): tensor.numpy().tobytes()
+            for number, kept in state.items()
+            for key, tensor in kept.items()
+        }
+
+
+def catalog_of(path):
+    store = LocalStore(path)
+    folder = Folder.read(store, "")
+    match = ADAPTER.recognise(store, folder)
+    assert isinstance(match, Match)
+    return ADAPTER.read(store, folder, match, Options())
+
+
+def copied(tmp_path, name):
+    shutil.copytree(FIXTURES / name, tmp_path / name)
+    return tmp_path / name
+
+
+def run_of(path, level=Level.VALUES):
+    (run,) = audit(LocalStore(path), Settings(level=level), now=1e11).runs
+    return run
+
+
+def found(path):
+    """Finding id to the files and details of its places."""
+    return {
+        finding.id: [(place.file, place.tensor, place.detail) for place in finding.locations]
+        for finding in run_of(path).findings
+    }
+
+
+@pytest.fixture
+def ddp(tmp_path):
+    return copied(tmp_path, "trainer_ddp")
+
+
+# Healthy
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_healthy_runs_are_silent(name):
+    run = run_of(FIXTURES / name)
+    assert not run.findings
+    assert run.last_good
+
+
+def test_optimizer_state_is_judged_by_name_and_replicas_are_stored_once():
+    run = run_of(FIXTURES / "trainer_ddp")
+    for identifier in ("OPT001", "OPT003", "OPT011", "AUX002", "AUX003"):
+        assert run.counts(identifier)[Outcome.HOLDS] > 0, identifier
+    assert {reason for _, reason in run.undetermined()} == {"stored once along dp: other replicas are not on disk"}
+    catalog = catalog_of(FIXTURES / "trainer_ddp" / "checkpoint-4")
+    assert str(catalog.mesh) == "dp 2"
+    assert catalog.ranks_counted
+    assert [group.hyperparameters["weight_decay"] for group in catalog.groups] == [0.1, 0.0]
+    assert all(name.endswith(("bias", "norm.weight")) for name in catalog.groups[1].parameters)
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_the_order_of_parameters_is_that_of_the_model(kind):
+    names = [name for name, _, _ in ORDERS[kind]["parameters"]]
+    order = [name for name in implied(ORDERS[kind]["config"], names).order if name in names]
+    assert order == names
+
+
+@pytest.mark.parametrize("name", ["accelerate_safetensors", "lora_trainer"])
+def test_where_no_order_is_known_nothing_is_claimed(name):
+    path = FIXTURES / name
+    (folder,) = [path / "step_4"] if name.startswith("acc") else [path / "checkpoint-4"]
+    catalog = catalog_of(folder)
+    moments = [tensor for tensor in catalog.tensors if tensor.role is not Role.PARAMETER]
+    assert moments
+    assert all(tensor.undetermined for tensor in moments)
+    assert all(group.parameters is None for group in catalog.groups)
+    wanted = "keep no order" if name.startswith("acc") else "in which order the adapted modules lie"
+    assert any(wanted in reason for identifier, reason in run_of(path).undetermined() if identifier == "OPT001")
+
+
+def test_an_optimizer_of_other_groups_is_attached_to_nothing(ddp):
+    def frozen(content):
+        for group in content["param_groups"]:
+            group["params"] = group["params"][1:]
+        for number in (0, 16):
+            del content["state"][number]
+
+    change(ddp.glob("*/optimizer.pt"), frozen)
+    assert not found(ddp)
+    reasons = {reason for identifier, reason in run_of(ddp).undetermined() if identifier == "OPT001"}
+    assert any("25 parameters in 2 groups" in reason for reason in reasons)
+
+
+def test_skipped_steps_are_no_fault_where_gradients_are_scaled(ddp):
+    torch = pytest.importorskip("torch")
+    for step in (2, 4):
+        torch.save({"scale": 65536.0, "growth_tracker": 1}, ddp / f"checkpoint-{step}" / "scaler.pt")
+
+    def behind(content):
+        for kept in content["state"].values():
+            kept["step"] -= 1
+
+    change(ddp.glob("*/optimizer.pt"), behind)
+    change(ddp.glob("*/scheduler.pt"), lambda content: content.update(last_epoch=content["last_epoch"] - 1))
+    assert not found(ddp)
+
+
+def test_a_schedule_of_another_pace_is_not_judged(ddp):
+    change(ddp.glob("*/scheduler.pt"), lambda content: content.update(last_epoch=0, num_bad_epochs=0))
+    assert not found(ddp)
+    assert run_of(ddp).counts("AUX002")[Outcome.HOLDS] == 0
+
+
+# Faults
+
+
+def test_a_schedule_stepped_twice(ddp):
+    change([ddp / "checkpoint-4" / "scheduler.pt"], lambda content: content.update(last_epoch=8))
+    (place,) = found(ddp).pop("AUX002")
+    assert place == ("checkpoint-4/scheduler.pt", "",
+                     "has its schedule at step 8, the optimizer's state is of step 4")  # fmt: skip
+    assert list(found(ddp)) == ["AUX002"]
+
+
+def test_a_schedule_that_began_anew(ddp):
+    change([ddp / "checkpoint-4" / "scheduler.pt"], lambda content: content.update(last_epoch=0))
+    assert list(found(ddp)) == ["AUX002"]
+
+
+def test_an_optimizer_that_began_anew(ddp):
+    def anew(content):
+        for kept in content["state"].values():
+            kept["step"].fill_(1)
+
+    change([ddp / "checkpoint-4" / "optimizer.pt"], anew)
+    assert found(ddp)["AUX003"][0][0] == "checkpoint-4/optimizer.pt"
+
+
+def test_the_optimizers_file_of_another_step(ddp):
+    shutil.copy(ddp / "checkpoint-2" / "optimizer.pt", ddp / "checkpoint-4" / "optimizer.pt")
+    run = run_of(ddp)
+    told = {identifier for finding in run.findings for identifier in (finding.id, *finding.consequences)}
+    assert "AUX003" in told
+    assert run.last_good.step == 2
+    assert "checkpoint-4/optimizer.pt" in {place.file for one in run.findings for place in one.locations}
+
+
+def test_moments_of_two_parameters_exchanged(ddp):
+    """Shapes differ, so it shows: fairscale#380."""
+
+    def exchange(content):
+        state = content["state"]
+        state[0], state[1] = state[1], state[0]
+
+    change([ddp / "checkpoint-4" / "optimizer.pt"], exchange)
+    run = run_of(ddp)
+    reasons = {reason for identifier, reason in run.undetermined() if identifier == "OPT001"}
+    # Two groups: another order could explain it, so nothing is claimed of any parameter.
+    assert "shapes of the optimizer's state fit no known order of the model's parameters" in reasons
+
+
+def test_no_moments_at_all(ddp):
+    """huggingface/transformers#23034: weights are there, the optimizer's state is not."""
+    change(ddp.glob("*/optimizer.pt"), lambda content: content["state"].clear())
+    assert {tensor for _, tensor, _ in found(ddp)["OPT001"]} == set(NAMES["trainer_ddp"])
+
+
+def test_an_optimizer_that_has_not_taken_a_step_has_no_moments(ddp):
+    """Gradients overflowed so far: the twin of the one above."""
+    torch = pytest.importorskip("torch")
+    for step in (2, 4):
+        torch.save({"scale": 1024.0, "growth_tracker": 0}, ddp / f"checkpoint-{step}" / "scaler.pt")
+    change(ddp.glob("*/optimizer.pt"), lambda content: content["state"].clear())
+    change(ddp.glob("*/scheduler.pt"), lambda content: content.update(last_epoch=0))
+    assert not found(ddp)
+
+
+def test_moments_of_some_parameters_lost(ddp):
+    def lose(content):
+        for number in (3, 4, 5):
+            del content["state"][number]["exp_avg_sq"]
+
+    change([ddp / "checkpoint-4" / "optimizer.pt"], lose)
+    names = {tensor for _, tensor, _ in found(ddp)["OPT001"]}
+    assert names == set(NAMES["trainer_ddp"][3:6])
+
+
+def test_nan_in_a_moment_is_told_by_its_parameter(ddp):
+    poke(ddp, 4, FIRST, "second_moment", value=float32_bits(np.nan))
+    ((file, tensor, _),) = found(ddp)["NUM001"]
+    assert (file, tensor) == ("checkpoint-4/optimizer.pt", FIRST)
+
+
+def test_one_ranks_random_state_copied_over_anothers(ddp):
+    folder = ddp / "checkpoint-4"
+    shutil.copy(folder / "rng_state_0.pth", folder / "rng_state_1.pth")
+    ((file, _, detail),) = found(ddp)["INT006"]
+    assert file == "checkpoint-4/rng_state_1.pth"
+    assert "rng_state_0" in detail
+
+
+@pytest.mark.parametrize("name", ["rng_state_0.pth", "scheduler.pt", "optimizer.pt"])
+def test_a_file_that_is_not_there(ddp, name):
+    (ddp / "checkpoint-4" / name).unlink()
+    run = run_of(ddp)
+    assert {place.file for one in run.findings for place in one.locations} == {f"checkpoint-4/{name}"}
+    assert run.last_good.step == 2
+
+
+def test_the_last_ranks_random_state_is_not_there(ddp):
+    (ddp / "checkpoint-4" / "rng_state_1.pth").unlink()
+    assert list(found(ddp)) == ["INT013"]
+
+
+def test_a_random_state_of_an_older_save_by_one_process(ddp):
+    shutil.copy(FIXTURES / "trainer" / "checkpoint-6" / "rng_state.pth", ddp / "checkpoint-4")
+    run = run_of(ddp)
+    (finding,) = run.findings
+    assert (finding.id, finding.severity) == ("INT009", Severity.WARNING)
+
+
+def test_killed_while_saving(ddp):
+    """huggingface/transformers#35782: the newest folder has the weights, and not what is written last."""
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"):
+        (ddp / "checkpoint-4" / name).unlink()
+    run = run_of(ddp)
+    assert [place.file for one in run.findings for place in one.locations] == ["checkpoint-4/trainer_state.json"]
+    assert run.last_good.step == 2
+    # Alone, it may as well be an export.
+    assert not run_of(ddp / "checkpoint-4").findings
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.98])
+def test_the_optimizers_file_cut_short(ddp, keep):
+    file = ddp / "checkpoint-4" / "optimizer.pt"
+    file.write_bytes(file.read_bytes()[: int(file.stat().st_size * keep)])
+    run = run_of(ddp)
+    assert {place.file for one in run.findings for place in one.locations} == {"checkpoint-4/optimizer.pt"}
+    assert run.last_good.step == 2
+
+
+def test_no_optimizer_in_the_optimizers_file(ddp):
+    torch = pytest.importorskip("torch")
+    torch.save([1], ddp / "checkpoint-4" / "optimizer.pt")
+    assert found(ddp)["MET002"][0][0] == "checkpoint-4/optimizer.pt"
+
+
+def test_a_rank_number_beyond_all_others_costs_nothing(ddp):
+    torch = pytest.importorskip("torch")
+    torch.save({}, ddp / "checkpoint-4" / "rng_state_999999.pth")
+    assert "MET002" in found(ddp)
