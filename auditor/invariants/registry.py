@@ -31,7 +31,8 @@ from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
     integrity, integrity_runs, integrity_kept, coverage, metadata, replica, stripes, cast, optimizer, optimizer_records,
-    optimizer_values, optimizer_twins, numerics, outliers, tying, reference, security, configuration, witnessed, schedule,
+    optimizer_values, optimizer_twins, numerics, outliers, tying, reference, security, configuration, witnessed,
+    schedule,
 )  # fmt: skip
 
 
