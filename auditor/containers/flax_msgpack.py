@@ -24,8 +24,8 @@ from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
 
 MAX_DEPTH = 64
 """Maps within maps; states of honest trainers have about twenty."""
-MAX_NODES = 1 << 20
-"""Keys and values of one file. A state of a hundred thousand arrays has four times as many."""
+MAX_NODES = 1 << 19
+"""Keys of all maps and entries of all lists of one file. A state of a hundred thousand arrays has twice as many."""
 MAX_KEY = 4096
 MAX_TEXT = 64 << 20
 """Bytes of keys and texts of one file."""
@@ -113,7 +113,7 @@ class _Cursor:
         self._handle, self.size, self.at = handle, handle.entry.num_bytes, 0
         self._block, self._start, self._next = b"", 0, _FIRST
 
-    def take(self, count: int, what: str) -> bytes:
+    def take(self, count: int, what: object) -> bytes:
         """The next ``count`` bytes."""
         self.need(count, what)
         low = self.at - self._start
@@ -124,17 +124,27 @@ class _Cursor:
         self.at += count
         return self._block[low : low + count]
 
-    def skip(self, count: int, what: str) -> None:
+    def skip(self, count: int, what: object) -> None:
         """Go over the next ``count`` bytes."""
         self.need(count, what)
         self.at += count
         if self.at > self._start + len(self._block):
             self._next = _FIRST
 
-    def need(self, count: int, what: str) -> None:
+    def need(self, count: int, what: object) -> None:
         """Refuse what reaches beyond the end."""
         if count > self.size - self.at:
             raise _Cut(f"{what} needs {self.at + count} bytes, the file has {self.size}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Where:
+    """A path, for messages: put into words only when one is made."""
+
+    path: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return repr(".".join(self.path)[:200]) if self.path else "its tree"
 
 
 class _Walk:
@@ -153,7 +163,7 @@ class _Walk:
             raise DamagedError("it does not begin with a msgpack map: another kind of file")
         self._fill(tree, kind, count, ())
 
-    def _head(self, byte: int, what: str) -> tuple[str, int]:
+    def _head(self, byte: int, what: object) -> tuple[str, int]:
         """What a first byte announces, and its length or value."""
         if byte < 0x80 or byte >= 0xE0:
             return "number", byte if byte < 0x80 else byte - 0x100
@@ -172,7 +182,7 @@ class _Walk:
         raise DamagedError(f"byte {byte:#x} at {self.cursor.at - 1}, in {what}, begins nothing that msgpack has")
 
     def _fill(self, tree: dict[str, Any], kind: str, count: int, path: tuple[str, ...]) -> None:
-        what = f"{'.'.join(path)[:200]!r}" if path else "its tree"
+        what = _Where(path)
         if len(path) > MAX_DEPTH:
             raise LimitError(f"{what} is nested too deeply")
         if count * (2 if kind == "map" else 1) > self.cursor.size - self.cursor.at:
@@ -185,7 +195,7 @@ class _Walk:
             self._child(tree, key, (*path, key))
 
     def _child(self, tree: dict[str, Any], key: str, path: tuple[str, ...]) -> None:
-        what = repr(".".join(path)[:200])
+        what = _Where(path)
         kind, count = self._head(self.cursor.take(1, what)[0], what)
         if kind in ("map", "array"):
             # Hung up before it is filled: of a file that ends in it, what was there is known.
@@ -207,7 +217,7 @@ class _Walk:
         if self._num_nodes > MAX_NODES:
             raise LimitError(f"it has more than {MAX_NODES} entries")
 
-    def _key(self, what: str) -> str:
+    def _key(self, what: object) -> str:
         kind, count = self._head(self.cursor.take(1, what)[0], what)
         if kind == "number":
             return str(count)
@@ -217,13 +227,13 @@ class _Walk:
             raise LimitError(f"a key of {what} is {count} bytes long")
         return self._text(count, what)
 
-    def _text(self, count: int, what: str) -> str:
+    def _text(self, count: int, what: object) -> str:
         self._num_text += count
         if self._num_text > MAX_TEXT:
             raise LimitError(f"its keys and texts have more than {MAX_TEXT} bytes")
         return self.cursor.take(count, what).decode("utf-8", "backslashreplace")
 
-    def _leaf(self, kind: str, count: int, what: str) -> StateArray | Plain:
+    def _leaf(self, kind: str, count: int, what: object) -> StateArray | Plain:
         if kind == "number":
             return Plain(count)
         if kind == "plain":
@@ -238,7 +248,7 @@ class _Walk:
         self.cursor.skip(count, what)
         return Plain(f"{count} bytes")
 
-    def _extension(self, count: int, what: str) -> StateArray | Plain:
+    def _extension(self, count: int, what: object) -> StateArray | Plain:
         (code,) = struct.unpack("b", self.cursor.take(1, what))
         if code in (_NDARRAY, _SCALAR):
             return self._array(count, what)
@@ -247,7 +257,7 @@ class _Walk:
             self.opaque[f"msgpack extension {code}"] += 1
         return Plain("a complex number" if code == _COMPLEX else f"an extension of type {code}")
 
-    def _array(self, count: int, what: str) -> StateArray:
+    def _array(self, count: int, what: object) -> StateArray:
         """Shape, dtype and place of the payload that the next ``count`` bytes are."""
         stop = self.cursor.at + count
         self._expect("array", 3, what)
@@ -276,7 +286,7 @@ class _Walk:
             raise
         return found
 
-    def _extent(self, what: str) -> int:
+    def _extent(self, what: object) -> int:
         kind, value = self._head(self.cursor.take(1, what)[0], what)
         if kind == "plain" and value in _UINT:
             form = struct.Struct(_UINT[value])
@@ -287,12 +297,12 @@ class _Walk:
             raise DamagedError(f"{what} has no shape")
         return value
 
-    def _expect(self, kind: str, count: int, what: str) -> None:
+    def _expect(self, kind: str, count: int, what: object) -> None:
         if self._head(self.cursor.take(1, what)[0], what) != (kind, count):
             raise DamagedError(f"{what} is no record of an array")
 
 
-def _chunked(tree: Mapping[str, Any], what: str) -> StateArray:
+def _chunked(tree: Mapping[str, Any], what: object) -> StateArray:
     """The array that a map of chunks stands for."""
     stated, held = tree.get("shape"), tree.get("chunks")
     if not isinstance(stated, dict) or not isinstance(held, dict) or len(stated) > MAX_DIMS:

@@ -4,5 +4,6 @@ from tests.hostile.containers import CONTAINERS
 from tests.hostile.file_system import FILE_SYSTEM
 from tests.hostile.layouts import LAYOUTS
 from tests.hostile.orbax import ORBAX_INPUTS
+from tests.hostile.states import STATES
 
-CORPUS = (*CONTAINERS, *LAYOUTS, *FILE_SYSTEM, *ORBAX_INPUTS)
+CORPUS = (*CONTAINERS, *LAYOUTS, *FILE_SYSTEM, *ORBAX_INPUTS, *STATES)
