@@ -61,7 +61,7 @@ class EngineReading:
         for name, what in self.files.impossible.items():
             self.builder.problems.append(Problem(ProblemKind.METADATA, join(self.folder.path, name), what))
         beside = self._add_beside(self.outer) if self.outer else None
-        if not self.outer and not self.options.names_only and self.files.whole:
+        if not self.outer and not self.folder.alone and not self.options.names_only and self.files.whole:
             add_exports(self.builder, self.store, self.folder.path, *self._parameters())
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if not is_engine_file(name)]
         if beside:
@@ -69,7 +69,8 @@ class EngineReading:
         path = self.outer.path if self.outer else self.folder.path
         catalog = self.builder.build(step, path, format_name, self.mesh, self.files.opaque(), unclaimed)
         implied = "" if beside and beside.has_export else None
-        return replace(catalog, masters_alone=self.files.stage_3, not_implied=implied)
+        unseen = "a single file was named: what belongs to it is not known" if self.folder.alone else ""
+        return replace(catalog, masters_alone=self.files.stage_3, not_implied=implied, unseen=unseen)
 
     def _add_beside(self, outer: Folder) -> Beside:
         """What a trainer put beside DeepSpeed's own files."""
@@ -85,7 +86,8 @@ class EngineReading:
     def _parameters(self) -> tuple[Shapes, dict[str, str]]:
         """The model's parameters, and later names of tied ones to the first."""
         tied = {name: tie.names[0] for tie in self.builder.ties for name in tie.names[1:]}
-        return {**self.layout.trained, **self.layout.frozen} or self._module_shapes(self.files.models[0, 0]), tied
+        plain = next((self._module_shapes(file) for _, file in sorted(self.files.models.items())), {})
+        return {**self.layout.trained, **self.layout.frozen} or plain, tied
 
     def _problem(self, kind: ProblemKind, file: StepFile, message: str, coordinate: Coordinate) -> None:
         self.builder.problems.append(Problem(kind, join(self.folder.path, file.name), message, coordinate))

@@ -113,8 +113,9 @@ def read_engine_files(
         _sort_in(found, name, file)
     _set_degrees(found)
     _take_foreign(found)
-    _add_absent(found, zeros=not universal)
-    _add_absent_experts(found)
+    if not folder.alone:
+        _add_absent(found, zeros=not universal)
+        _add_absent_experts(found)
     return found
 
 

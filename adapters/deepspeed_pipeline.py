@@ -45,8 +45,8 @@ class DeepSpeedPipeline:
             file = StepFile.read(store, folder, name)
             steps = file.tree.get("global_steps")
             holds_module = file.tree.get("module") is not None
-            if not layers and (holds_module or "param_shapes" not in file.tree):
-                return Declined(f"{name} holds a module itself, and there is no layer_*-model_states.pt", 0.5)
+            if not layers and (folder.alone or holds_module or "param_shapes" not in file.tree):
+                return Declined(f"there is no layer_*-model_states.pt beside {name}, or it holds a module itself", 0.5)
             if "param_shapes" in file.tree and isinstance(steps, int) and 0 <= steps < 1 << 53:
                 reason = f"{len(layers)} layer files; {name} records param_shapes and global_steps={steps}"
                 named = _OWN_NAME.fullmatch(folder_name(store, folder))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import auditor
 from auditor.audit import audit
 from auditor.errors import NothingToAuditError
 from auditor.settings import Level, Settings
@@ -332,6 +333,17 @@ def test_nodes_that_point_to_different_steps(tmp_path):
     (report,) = audit(UnionStore([LocalStore(root) for root in roots])).runs
     assert [finding.id for finding in report.findings] == ["INT016"]
     assert report.last_good.step == 6
+
+
+def test_a_single_file_lacks_nothing():
+    """What belongs to it is not known: its weights are judged, nothing else is missed."""
+    for path, count in (
+        (FIXTURES / "zero2_bf16" / "global_step6" / MP, 20),
+        (FIXTURES / "zero0_bf16" / "global_step2" / MP, 92),
+    ):
+        (report,) = auditor.check(str(path)).runs
+        assert report.findings == []
+        assert report.coverage.num_tensors == count
 
 
 # Records that lie
