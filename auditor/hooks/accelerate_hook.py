@@ -1,7 +1,7 @@
 """The hook around accelerate's ``save_state``.
 
-    save_state = around_save_state(accelerator, TorchHook(after=AfterCommit()))
-    save_state(step, f"{run}/step-{step}")                # instead of accelerator.save_state(f"{run}/step-{step}")
+save_state = around_save_state(accelerator, TorchHook(after=AfterCommit()))
+save_state(step, f"{run}/step-{step}")                # instead of accelerator.save_state(f"{run}/step-{step}")
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 
 from auditor.hooks.after_commit import AfterCommit
 from auditor.hooks.hook import LOG, Witnessed, Witnesses, survived
+from auditor.hooks.recording import Recorder
 from auditor.hooks.torch_pieces import resolved
 from auditor.hooks.torch_witness import THREADS, record
 from auditor.model.mesh import Coordinate
@@ -57,14 +58,22 @@ class TorchHook:
         begun = time.perf_counter()
         with survived(f"the witness of step {step}", raising=self.raising):
             recorder = record(resolved(state), self.rank, self.num_ranks, self.place, buffers, self.threads)
-            for why, count in recorder.skipped.items():
-                LOG.info("the witness of step %d leaves out %d pieces: %s", step, count, why)
-            done = self.witnesses.leave(step, os.fspath(path), recorder, begun)
-            if self.after is not None and self.after.log is not None:
-                numbers = {"auditor/witness_seconds": done.seconds, "auditor/witness_bytes": float(done.num_bytes)}
-                self.after.log(numbers, step)
-            return done
+            return self.leave(step, path, recorder, begun)
         return None
+
+    def leave(self, step: int, path: Path, recorder: Recorder, begun: float) -> Witnessed:
+        """Write what was recorded of a step since ``begun`` (of ``time.perf_counter``).
+
+        Raises:
+            WriteError: the disk is full, or read-only.
+        """
+        for why, count in recorder.skipped.items():
+            LOG.info("the witness of step %d leaves out %d pieces: %s", step, count, why)
+        done = self.witnesses.leave(step, os.fspath(path), recorder, begun)
+        if self.after is not None and self.after.log is not None:
+            numbers = {"auditor/witness_seconds": done.seconds, "auditor/witness_bytes": float(done.num_bytes)}
+            self.after.log(numbers, step)
+        return done
 
     def committed(self, step: int, path: Path) -> None:
         """Tell that all ranks' files of the step are durable; audited on rank 0.

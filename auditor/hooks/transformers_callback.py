@@ -1,6 +1,6 @@
 """The hook as a callback of Hugging Face's Trainer.
 
-    trainer = Trainer(…, callbacks=[AuditorCallback(TorchHook(after=AfterCommit()))])
+trainer = Trainer(…, callbacks=[AuditorCallback(TorchHook(after=AfterCommit()))])
 """
 
 from __future__ import annotations

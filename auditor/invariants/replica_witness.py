@@ -37,7 +37,7 @@ def in_memory(evidence: StepEvidence) -> Mapping[int, InMemory]:
     found: dict[int, InMemory] = {}
     for own, number in witness.numbers(catalog).items():
         compared, tensor = witness.compared.get(own), catalog.tensors[number]
-        if compared is None or tensor.role in (Role.PADDING, Role.OBJECT):
+        if compared is None or tensor.role is Role.PADDING or (tensor.role is Role.OBJECT and not compared.declared):
             continue
         if stale:
             found[number] = InMemory(undetermined=stale)

@@ -87,6 +87,8 @@ class Compared:
     """Place to the rows of what is held there; empty where all replicas are equal."""
     num_places: int
     """In how many places a region is held, at most."""
+    declared: bool
+    """Whether the framework itself says that it is replicated; not only that every rank has one of that name."""
 
 
 class Witness:
@@ -153,7 +155,9 @@ class Witness:
         for at, (low, high) in enumerate(zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)):
             number = int(seen["tensor"][low])
             places = self._places(seen[low:high]) if number in differing else {}
-            found[number] = Compared(places, int(num_places[regions[at] : regions[at + 1]].max()))
+            of_ranks = {self.places[place] for place in np.unique(seen["place"][low:high]).tolist()}
+            declared = not any("rank" in place.as_dict() for place in of_ranks)
+            found[number] = Compared(places, int(num_places[regions[at] : regions[at + 1]].max()), declared)
         return found
 
     def _places(self, rows: NDArray[np.void]) -> dict[Coordinate, NDArray[np.void]]:
