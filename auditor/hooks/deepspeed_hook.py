@@ -32,7 +32,7 @@ Piece = tuple[str, Role, Any, tuple[int, ...], Region, Coordinate]
 
 def around_save_checkpoint(engine: Any, hook: TorchHook) -> Callable[..., Any]:
     """``engine.save_checkpoint``: leaves a witness before, and has the step audited when all ranks are done."""
-    import torch.distributed as dist
+    import deepspeed.comm as dist
 
     def save_checkpoint(save_dir: str, tag: str | None = None, **choices: Any) -> Any:
         step = int(engine.global_steps)
