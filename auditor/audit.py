@@ -15,7 +15,7 @@ from datetime import UTC, date, datetime
 from functools import partial
 
 from auditor.bisecting import few_steps
-from auditor.containers.ahead import read_ahead
+from auditor.containers.ahead import read_ahead, reading_ahead
 from auditor.discovery import RunSource, StepSource, discover
 from auditor.errors import NothingToAuditError, UsageError
 from auditor.invariants.invariant import Invariant, Needs
@@ -39,7 +39,7 @@ from auditor.observe.shares import Everything, Joined, Runner, Share
 from auditor.reports import REACHED, Report, RunReport, StepReport, step_from_ledger
 from auditor.settings import DEFAULTS, Level, Settings
 from auditor.storage.retrying import RetryingStore
-from auditor.storage.store import Store, num_readers
+from auditor.storage.store import Entry, Store, num_readers
 from auditor.storage.throttled import ThrottledStore
 from auditor.storage.union import UnionStore
 from auditor.storage.writer import FolderWriter
@@ -190,7 +190,8 @@ class _Audit:
             whole_run = whole_run and len(report.steps) == len(sources)
         else:
             for at in range(len(sources)):
-                report.steps.append(look(at))
+                with reading_ahead(self.store, self.coming(sources, levels, at + 1)):
+                    report.steps.append(look(at))
         states = tuple(step.state for step in report.steps)
         complete = bool(sources) and sources[-1] is newest
         states = decide_commits(states, pointers, self.now, self.settings.settle_seconds, newest_included=complete)
@@ -204,12 +205,17 @@ class _Audit:
         report.seconds = time.monotonic() - begun
         return report
 
+    def coming(self, sources: Sequence[StepSource], levels: Sequence[Level], at: int) -> Sequence[Entry]:
+        """The files of a step whose headers will be read next."""
+        return self.listing.files(sources[at]) if at < len(sources) and levels[at] > Level.NAMES else ()
+
     def keeper_of(self, source: RunSource) -> Keeper | None:
         """What the ledger has of a run; None without one, or where some of the tensors alone are asked for."""
         if self.ledger is None or self.settings.tensors:
             return None
         alone = source.steps[0].folder.path == source.path
-        name = self.run_name or run_name(self.store.location, source.path, alone=alone)
+        given = f"{self.run_name}/{source.path}".rstrip("/") if self.run_name else ""
+        name = given or run_name(self.store.location, source.path, alone=alone)
         return Keeper.of(self.ledger, name, (self.settings.strict_buffers, self.settings.options))
 
     def remember(self, keeper: Keeper, report: RunReport, source: RunSource) -> None:

@@ -9,10 +9,11 @@ from functools import partial
 
 from auditor.adapters.adapter import Adapter, Declined, FileStepsAdapter, Folder, Match, Options, Pointer
 from auditor.adapters.registry import adapters, recognise
+from auditor.containers.ahead import several
 from auditor.containers.signature import looks_like
 from auditor.containers.zarr_names import escape
 from auditor.errors import NothingToAuditError, UsageError
-from auditor.storage.store import ObjectMissingError, StorageError, Store, base_name
+from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, base_name
 from auditor.storage.union import UnionStore
 from auditor.view.tree import StepNode
 
@@ -102,20 +103,17 @@ def _search(
     run = RunSource(folder.path, [])
     others: list[Folder] = []
     identities: set[str] = set()
-    held = verdict[1].holds if isinstance(verdict, tuple) else ()
-    for name, entry in folder.folders.items():
-        if name == OURS or name in held:
+    held = (OURS, *(verdict[1].holds if isinstance(verdict, tuple) else ()))
+    entries = [entry for name, entry in folder.folders.items() if name not in held]
+    if seen[0] + len(entries) > MAX_FOLDERS:
+        run.unrecognised[folder.path or "."] = f"only the first {MAX_FOLDERS} folders were looked into"
+        del entries[max(0, MAX_FOLDERS - seen[0]) :]
+    seen[0] += len(entries)
+    for entry, looked in zip(entries, several(store, partial(_look, store), entries), strict=True):
+        if isinstance(looked, StorageError):
+            run.unrecognised[entry.name] = str(looked)
             continue
-        seen[0] += 1
-        if seen[0] > MAX_FOLDERS:
-            run.unrecognised[folder.path or "."] = f"only the first {MAX_FOLDERS} folders were looked into"
-            break
-        try:
-            child = Folder.read(store, entry.name)
-            found = recognise(store, child)
-        except StorageError as error:
-            run.unrecognised[entry.name] = str(error)
-            continue
+        child, found = looked
         if isinstance(found, tuple):
             # A link to a step that is there under its own name is that step, not a second one.
             if not entry.identity or entry.identity not in identities:
@@ -134,6 +132,20 @@ def _search(
             # A link to a folder that it lies in leads to nothing new; a hundred of them would to a million folders.
             if not identity or identity not in above:
                 yield from _search(store, child, (*above, identity), seen, nearest)
+
+
+def _look(store: Store, entry: Entry) -> tuple[Folder, tuple[Adapter, Match] | dict[str, Declined]] | StorageError:
+    """One folder, and what it is; or why that can't be told."""
+    try:
+        child = Folder.read(store, entry.name)
+        return child, recognise(store, child)
+    except StorageError as error:
+        return error
+
+
+def holds_file_steps(store: Store, folder: Folder) -> bool:
+    """Whether files directly in ``folder`` are steps by themselves."""
+    return any(True for _ in _file_runs(store, folder, _Nearest()))
 
 
 def _series(store: Store, folder: Folder, nearest: _Nearest, run: RunSource) -> list[RunSource]:

@@ -35,8 +35,8 @@ class RunOutcome:
     num_bytes_read: int = 0
     """Of weights."""
     detail: str = ""
-    document: dict[str, Any] | None = None
-    """The run's part of a JSON report, where it was audited."""
+    documents: list[dict[str, Any]] = field(default_factory=list)
+    """What a JSON report says of it, where it was audited; several where the files of one folder are several runs."""
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from auditor.patrol.lease import HELD_SECONDS, Lease
 from auditor.patrol.memory import FOLDER, Known, Memory, Turn
 from auditor.patrol.notices import changes, keyed, tell
 from auditor.patrol.outcome import Patrolled, RunOutcome, Status
+from auditor.patrol.rereading import ID as ROTTEN
 from auditor.patrol.rereading import changed_at_rest, num_turns, steps_in_turn
 from auditor.patrol.survey import Found
 from auditor.report.json_report import config_digest, run_object
@@ -28,7 +29,7 @@ from auditor.storage.retrying import RetryingStore
 from auditor.storage.roots import below, store_at
 from auditor.storage.store import StorageError
 from auditor.storage.writer import Writer
-from auditor.verdict import ExitCode, exit_codes
+from auditor.verdict import ExitCode, exit_codes, ordered
 
 SURVEY_COUNTS_SECONDS = 3600.0
 """For how long a listing that was broken off is good to go on with."""
@@ -193,19 +194,22 @@ class _Round:
 
     def learn(self, item: Found, report: Report, known: Known, digest: str, outcome: RunOutcome) -> None:
         """Take over what an audit says."""
-        run = report.runs[0]
-        document = run_object(run, report.settings, report.location)
-        rotten = [found for found in known.findings if found["id"] == "INT019"]
-        known.findings = [keyed(item.path, finding) for finding in document["findings"]] + rotten
-        codes = [int(code) for code in exit_codes(run, report.settings)]
+        documents = [run_object(run, report.settings, report.location) for run in report.runs]
+        rotten = [found for found in known.findings if found["id"] == ROTTEN]
+        findings = [finding for document in documents for finding in document["findings"]]
+        known.findings = [keyed(item.path, finding) for finding in findings] + rotten
+        codes = [
+            int(code) for code in ordered(code for run in report.runs for code in exit_codes(run, report.settings))
+        ]
         known.exit_codes = _with_violation(codes) if rotten else codes
-        known.last_good_step = run.last_good.step if run.last_good else None
-        in_progress = any(step.state.commit is Commit.IN_PROGRESS for step in run.steps)
+        good = [run.last_good.step for run in report.runs if run.last_good]
+        known.last_good_step = good[0] if len(good) == len(report.runs) == 1 else None
+        in_progress = any(step.state.commit is Commit.IN_PROGRESS for run in report.runs for step in run.steps)
         # What was refused or changed meanwhile, or isn't finished yet, is looked at again although no key changes.
         again = in_progress or {int(ExitCode.INCOMPLETE), int(ExitCode.CHANGED)} & set(codes)
         known.digest, known.choices = "" if again else item.digest, digest
         outcome.exit_codes, outcome.findings = known.exit_codes, known.findings
-        outcome.last_good_step, outcome.document = known.last_good_step, document
+        outcome.last_good_step, outcome.documents = known.last_good_step, documents
 
     def audit(self, item: Found, settings: Settings, ledger: Ledger) -> Report:
         store = store_at(below(self.root, item.path))

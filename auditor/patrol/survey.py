@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from auditor.adapters.adapter import Folder
 from auditor.adapters.registry import recognise
+from auditor.discovery import holds_file_steps
 from auditor.storage.store import Entry, StorageError, Store, base_name, join
 from auditor.storage.walking import walk
 
@@ -49,6 +50,10 @@ class _Open:
     folders: dict[str, Entry] = field(default_factory=dict)
     inner: list[Found] = field(default_factory=list)
     """Runs in folders of it that are complete."""
+
+    def listing(self) -> Folder:
+        """The folder as adapters look at it."""
+        return Folder(self.path, dict(sorted(self.files.items())), dict(sorted(self.folders.items())))
 
     def add(self, entry: Entry) -> None:
         line = f"{self.digest}{entry.name}\0{entry.num_bytes}\0{entry.identity}"
@@ -106,6 +111,8 @@ class Survey:
         top = stack.pop()
         above = stack[-1] if stack else None
         is_step = self.is_step(top)
+        if not is_step and self.holds_steps(top):
+            top.has_steps = True
         if is_step and above is not None:
             # What lies inside a step is its own.
             above.has_steps = True
@@ -126,9 +133,16 @@ class Survey:
             return False
         if not folder.files and not folder.folders:
             return False
-        by_name = Folder(folder.path, dict(sorted(folder.files.items())), dict(sorted(folder.folders.items())))
         try:
-            return isinstance(recognise(self.store, by_name), tuple)
+            return isinstance(recognise(self.store, folder.listing()), tuple)
+        except StorageError as error:
+            self.refuse(folder.path, error)
+            return False
+
+    def holds_steps(self, folder: _Open) -> bool:
+        """Whether files of a folder are steps by themselves."""
+        try:
+            return 0 < len(folder.files) <= MAX_FILES and holds_file_steps(self.store, folder.listing())
         except StorageError as error:
             self.refuse(folder.path, error)
             return False

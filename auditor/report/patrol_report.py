@@ -47,7 +47,7 @@ def summary_lines(result: Patrolled) -> Iterator[str]:
 
 
 def patrol_object(result: Patrolled) -> dict[str, Any]:
-    """The round as one JSON document. ``runs[].report`` is what ``check --format json`` says, where it was audited."""
+    """The round as one JSON document. ``runs[].reports`` is what ``check --format json`` says, where it was audited."""
     return {
         "schema_version": SCHEMA_VERSION, "tool_version": __version__, "patrol": result.location,
         "exit_code": int(result.exit_codes[0]), "exit_codes": [int(code) for code in result.exit_codes],
@@ -59,7 +59,7 @@ def patrol_object(result: Patrolled) -> dict[str, Any]:
             {
                 "path": run.path, "status": run.status.value, "exit_codes": run.exit_codes,
                 "last_good_step": run.last_good_step, "num_bytes_read": run.num_bytes_read,
-                "detail": run.detail or None, "findings": run.findings, "report": run.document,
+                "detail": run.detail or None, "findings": run.findings, "reports": run.documents,
             }
             for run in sorted(result.runs, key=lambda run: run.path)
         ],

@@ -65,7 +65,7 @@ def test_rounds_of_a_bucket(bucket):
     runs = {found["path"]: found for found in document["runs"]}
     assert set(runs) == {"team/drifted", "healthy"}
     assert runs["team/drifted"]["findings"][0]["id"] == "REP001"
-    assert runs["team/drifted"]["report"]["last_good_step"] == 40
+    assert runs["team/drifted"]["reports"][0]["last_good_step"] == 40
     second = json.loads(patrol(bucket, "--format", "json").stdout)
     assert second["num_bytes_read"] == 0, "nothing unchanged is read twice"
     assert {found["status"] for found in second["runs"]} == {"unchanged"}

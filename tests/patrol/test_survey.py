@@ -128,3 +128,9 @@ def test_walking_a_disk_is_in_the_order_of_keys(tmp_path, after):
     found = [entry.name for entry in walk(LocalStore(tmp_path), after) if "loop" not in entry.name]
     assert found == sorted(name for name in names if name > after)
     assert len(list(walk(LocalStore(tmp_path)))) < 100
+
+
+def test_files_that_are_steps_by_themselves_make_their_folder_a_run():
+    folder = ROOT / "tests" / "fixtures" / "flax" / "adamw"
+    (found,) = survey(MemoryStore(objects_of("jax/training", folder))).found
+    assert found.path == "jax/training"
