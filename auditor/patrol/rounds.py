@@ -22,7 +22,7 @@ from auditor.patrol.rereading import ID as ROTTEN
 from auditor.patrol.rereading import changed_at_rest, num_turns, steps_in_turn
 from auditor.patrol.survey import Found
 from auditor.report.json_report import config_digest, run_object
-from auditor.reports import Report
+from auditor.reports import Report, RunReport
 from auditor.settings import Settings, StepChoice
 from auditor.storage.memory import MemoryStore
 from auditor.storage.retrying import RetryingStore
@@ -194,13 +194,12 @@ class _Round:
 
     def learn(self, item: Found, report: Report, known: Known, digest: str, outcome: RunOutcome) -> None:
         """Take over what an audit says."""
-        documents = [run_object(run, report.settings, report.location) for run in report.runs]
+        runs = [_of_what_is_there(run) for run in report.runs]
+        documents = [run_object(run, report.settings, report.location) for run in runs]
         rotten = [found for found in known.findings if found["id"] == ROTTEN]
         findings = [finding for document in documents for finding in document["findings"]]
         known.findings = [keyed(item.path, finding) for finding in findings] + rotten
-        codes = [
-            int(code) for code in ordered(code for run in report.runs for code in exit_codes(run, report.settings))
-        ]
+        codes = [int(code) for code in ordered(code for run in runs for code in exit_codes(run, report.settings))]
         known.exit_codes = _with_violation(codes) if rotten else codes
         good = [run.last_good.step for run in report.runs if run.last_good]
         known.last_good_step = good[0] if len(good) == len(report.runs) == 1 else None
@@ -326,6 +325,13 @@ class _Round:
 
 def _as_before(path: str, known: Known) -> RunOutcome:
     return RunOutcome(path, Status.UNCHANGED, list(known.exit_codes), list(known.findings), known.last_good_step)
+
+
+def _of_what_is_there(run: RunReport) -> RunReport:
+    """Without findings that concern deleted steps alone: nobody can act on those, and a patrol must fall silent."""
+    there = {step.state.step for step in run.steps if not step.state.deleted}
+    found = [item for item in run.findings if not item.locations or any(at.step in there for at in item.locations)]
+    return replace(run, findings=found)
 
 
 def _with_violation(codes: list[int]) -> list[int]:
