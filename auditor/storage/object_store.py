@@ -7,6 +7,7 @@ mixture. Requests are tried again by obstore with growing, jittered waits; what 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ START_BYTES = 16 << 10
 many small parts, and each would cost a round trip."""
 SMALL_BYTES = 1 << 10
 """How much a small read elsewhere brings along."""
+_TIME = re.compile(r"\d+\.0")
 NUM_READERS = 32
 """Requests under way that keep a service busy which takes 20 ms to answer."""
 MAX_KNOWN = 50_000
@@ -183,7 +185,8 @@ class ObjectStore:
     def _entry(self, meta: ObjectMeta, name: str | None = None) -> Entry:
         # A listing tells the time to a fraction of a second that the object itself does not.
         modified = float(int(meta["last_modified"].timestamp()))
-        identity = f"{meta['size']}-{meta['e_tag'] or modified}"
+        # Listings of some services leave out the quotes that an ETag has elsewhere.
+        identity = f"{meta['size']}-{(meta['e_tag'] or str(modified)).strip(chr(34))}"
         return Entry(self._name(meta["path"]) if name is None else name, False, meta["size"], identity, modified)
 
     def _remembered(self, meta: ObjectMeta, name: str | None = None) -> Entry:
@@ -197,7 +200,8 @@ class ObjectStore:
 def _tag(identity: str) -> str:
     """The strong ETag in an identity, by which a version can be asked for; empty where there is none."""
     tag = identity.partition("-")[2]
-    return tag if tag.startswith('"') else ""
+    # Weak ones never match, and a time of change is none.
+    return "" if tag.startswith("W/") or _TIME.fullmatch(tag) else f'"{tag}"'
 
 
 @dataclass(slots=True)

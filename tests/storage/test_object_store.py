@@ -144,3 +144,24 @@ def test_no_server_is_no_missing_object_and_says_no_secret(monkeypatch):
     text = "".join(traceback.format_exception(caught.value))
     assert not isinstance(caught.value, ObjectMissingError | AccessDeniedError)
     assert all(value not in text for value in s3.KEYS.values() if value != "us-east-1")
+
+
+@pytest.mark.parametrize(
+    ("tag", "asked"),
+    [('"0x1B"', '"0x1B"'), ("0x1B", '"0x1B"'), ('W/"x"', ""), (None, "")],
+    ids=["quoted", "unquoted in listings", "weak", "none"],
+)
+def test_versions_are_told_alike_however_a_service_writes_them(bucket, tag, asked):
+    from datetime import UTC, datetime
+
+    from auditor.storage.object_store import _tag
+
+    store = store_at(f"s3://{bucket}/run")
+    meta = {
+        "path": "run/x",
+        "size": 5,
+        "e_tag": tag,
+        "last_modified": datetime.fromtimestamp(1e9, UTC),
+        "version": None,
+    }
+    assert _tag(store._entry(meta).identity) == asked
