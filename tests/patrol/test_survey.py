@@ -7,7 +7,7 @@ import pytest
 from auditor.patrol.survey import SAVE_EVERY, Survey
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
-from auditor.storage.store import Entry
+from auditor.storage.store import Entry, ObjectMissingError
 from auditor.storage.walking import walk
 from tests.paths import HEALTHY, ROOT
 
@@ -19,6 +19,9 @@ class Many:
 
     def __init__(self, num_keys):
         self.num_keys, self.yielded = num_keys, 0
+
+    def stat(self, name):
+        raise ObjectMissingError(name)
 
     def walk(self, after=""):
         for number in range(self.num_keys):
