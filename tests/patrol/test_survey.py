@@ -23,6 +23,8 @@ class Many:
     def stat(self, name):
         raise ObjectMissingError(name)
 
+    list = open = stat
+
     def walk(self, after=""):
         for number in range(self.num_keys):
             name = f"data/{number // 1000:06d}/{number % 1000:03d}.tar"
