@@ -5,12 +5,13 @@ Steps are taken one after the other; of a step that is done only judgements stay
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, date, datetime
 from functools import partial
 
@@ -20,7 +21,7 @@ from auditor.discovery import RunSource, StepSource, discover
 from auditor.errors import NothingToAuditError, UsageError
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.registry import invariants, select
-from auditor.ledger.keeper import Keeper, folder_of, run_name
+from auditor.ledger.keeper import Keeper, Recalled, folder_of, run_name
 from auditor.ledger.record import Asked
 from auditor.ledger.tree import Ledger
 from auditor.listing import Listing
@@ -43,6 +44,7 @@ from auditor.storage.store import Entry, Store, num_readers
 from auditor.storage.throttled import ThrottledStore
 from auditor.storage.union import UnionStore
 from auditor.storage.writer import FolderWriter
+from auditor.succession import MOST_BYTES, Reader, Succession
 from auditor.timeline.findings import findings, findings_of_no_step
 from auditor.timeline.last_good import NEEDED, last_good
 from auditor.witnesses import read_witness, witness_folder
@@ -169,6 +171,8 @@ class _Audit:
     run_name: str = ""
     keeper: Keeper | None = None
     """What the ledger has of the run."""
+    succession: Succession = field(default_factory=Succession)
+    """Of the run under way."""
 
     def run(self, source: RunSource) -> RunReport:
         begun = time.monotonic()
@@ -180,7 +184,7 @@ class _Audit:
         whole_run = len(sources) == len(source.steps)
         levels = self.listing.levels(sources, self.settings.level)
         ahead = self.listing.weights_ahead(sources, levels)
-        job = replace(self, num_bytes_ahead=ahead, keeper=self.keeper_of(source))
+        job = replace(self, num_bytes_ahead=ahead, keeper=self.keeper_of(source), succession=Succession())
 
         def look(at: int) -> StepReport:
             return job.step(sources[at], levels[at], report, pointers, newest=sources[at] is newest)
@@ -233,13 +237,7 @@ class _Audit:
         return [step for step in source.steps if step.match.step in chosen]
 
     def step(
-        self,
-        source: StepSource,
-        level: Level,
-        report: RunReport,
-        pointers: Sequence[PointerState],
-        *,
-        newest: bool,
+        self, source: StepSource, level: Level, report: RunReport, pointers: Sequence[PointerState], *, newest: bool
     ) -> StepReport:
         folder = source.folder
         full, catalog = self.catalogs(source, level)
@@ -263,22 +261,20 @@ class _Audit:
         witness = self.witness(folder.path, full.step, modified) if level >= Level.REPLICAS else None
         evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers, named, witness)
         judgements = self.judge(evidence, level, self.judged)
+        judgements |= self.judge_motion(evidence, level, known)
+        report.coverage.num_bytes_reread += self.succession.num_bytes
         # Whether a step is whole is asked of all its tensors, whatever was selected.
         whole = StepEvidence(full, observations if catalog is full else unobserved(full), named_step=named)
         wholeness = self.judge(whole, level, [item for item in self.judged if item.family in NEEDED])
         changed = tuple(
             sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
         )
-        if changed:
-            judgements = {key: _doubted(item, changed) for key, item in judgements.items()}
-            wholeness = {key: _doubted(item, changed) for key, item in wholeness.items()}
-        failures = tuple(
-            f"{file.name}: {file.detail}" for file in catalog.files if file.state is FileState.UNREADABLE
-        ) + tuple(
-            f"{catalog.files[number].name}: {text}"
-            for number, text in observations.failures.items()
-            if catalog.files[number].state is FileState.PRESENT and not changed
-        )
+        if not changed:
+            self.succession.take(evidence, judgements, self.judged)
+        else:
+            judgements = {key: item.doubted(changed) for key, item in judgements.items()}
+            wholeness = {key: item.doubted(changed) for key, item in wholeness.items()}
+        failures = _failures(catalog, {} if changed else observations.failures)
         if self.keeper and level > Level.NAMES and not failures and not changed:
             said = self.keeper.said(state, judgements, wholeness, level.name, full)
             self.keeper.keep(catalog, observations, asked, said, known, where)
@@ -297,9 +293,12 @@ class _Audit:
         return full, full.only(self.settings.wants_tensor) if self.settings.tensors else full
 
     def judge(self, evidence: StepEvidence, level: Level, items: Sequence[Invariant]) -> dict[str, Judgement]:
-        return {
-            item.id: item.judge_step(evidence) for item in items if item.judge_step and level >= REACHED[item.needs]
-        }
+        return {item.id: item.judge_step(evidence) for item in self.reached(level, items) if item.judge_step}
+
+    @staticmethod
+    def reached(level: Level, items: Sequence[Invariant]) -> list[Invariant]:
+        """Those that can speak at a level."""
+        return [item for item in items if level >= REACHED[item.needs]]
 
     def observe(self, catalog: Catalog, asked: Asked, path: str) -> Observations:
         seen = self.measure(catalog, asked, path)
@@ -309,6 +308,14 @@ class _Audit:
             progress = partial(self.progress, path)
             seen = verify_checksums(self.store, catalog, seen, self.executor, progress, digests=asked.digests)
         return seen
+
+    def judge_motion(self, evidence: StepEvidence, level: Level, known: Recalled | None) -> dict[str, Judgement]:
+        """What is said of a step by the save before it."""
+        whole = isinstance(self.runner, Everything)
+        why_not = "" if whole else "saves are not compared element by element where the work is shared out"
+        reader = Reader(self.store, self.executor, math.inf if level >= Level.FULL else MOST_BYTES, why_not)
+        said = self.keeper.repeated(known, level.name) if self.keeper and known else {}
+        return self.succession.judge(evidence, self.reached(level, self.judged), reader, said)
 
     def asked(self, catalog: Catalog, level: Level) -> Asked:
         """What the chosen invariants need to have measured."""
@@ -385,11 +392,13 @@ class _Audit:
         return apply_waivers(found, self.settings.waivers, self.today())
 
 
+def _failures(catalog: Catalog, failures: Mapping[int, str]) -> tuple[str, ...]:
+    """What storage refused: while the step was listed, and while its weights were read."""
+    listed = [f"{file.name}: {file.detail}" for file in catalog.files if file.state is FileState.UNREADABLE]
+    files = catalog.files
+    read = [f"{files[at].name}: {text}" for at, text in failures.items() if files[at].state is FileState.PRESENT]
+    return (*listed, *read)
+
+
 def _unread(level: Level) -> str:
     return f"not all weights are read at level {level.name.lower()}" if level < Level.VALUES else ""
-
-
-def _doubted(judgement: Judgement, changed: Sequence[str]) -> Judgement:
-    """A judgement of a step that changed while it was read: nothing that it says can be relied on."""
-    names = tuple(violation.subject for violation in judgement.violations) or ("the step",)
-    return Judgement(undetermined={f"{', '.join(changed)} changed while it was read": names})

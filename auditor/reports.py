@@ -131,7 +131,7 @@ class RunReport:
         """Level to the chosen invariants that no step judges, because it takes that level."""
         found: dict[Level, list[str]] = {}
         for item in self.chosen:
-            if item.judge_step and all(step.level < REACHED[item.needs] for step in self.steps):
+            if (item.judge_step or item.judge_motion) and all(step.level < REACHED[item.needs] for step in self.steps):
                 found.setdefault(REACHED[item.needs], []).append(item.id)
         return found
 

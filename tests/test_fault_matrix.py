@@ -50,8 +50,17 @@ def cut(file, keep):
     file.write_bytes(file.read_bytes()[: int(file.stat().st_size * keep)])
 
 
-def of_another_step(run, name):
-    shutil.copy(step_folder(run, 30) / name, step_folder(run) / name)
+def of_another_step(run, name, step=30):
+    shutil.copy(step_folder(run, step) / name, step_folder(run) / name)
+
+
+def of_the_save_before(run, *roles):
+    """State of one weight that a writer copied before the others."""
+    for role in roles:
+        kept = []
+        rewrite(run, 30, WEIGHT, role, lambda bits, kept=kept: kept.append(bits) or bits)
+        left = [np.concatenate(kept)]
+        rewrite(run, 40, WEIGHT, role, lambda bits, left=left: taken(left, len(bits)))
 
 
 def of_another_rank(run):
@@ -95,8 +104,10 @@ FAULTS = {
     "a layer file cut": ("INT002", lambda run: cut(step_folder(run) / LAYER, 0.6)),
     "a partition cut": ("INT002", lambda run: cut(step_folder(run) / ZERO, 0.9)),
     "a partition of another step": ("INT005", lambda run: of_another_step(run, ZERO)),
+    "a layer file of the save before": ("MOT003", lambda run: of_another_step(run, LAYER)),
     # Two statements about different tensors of the file: the replicated ones, and those of one rank alone.
-    "a layer file of another step": ("REP001, CST001", lambda run: of_another_step(run, LAYER)),
+    "a layer file of another step": ("REP001, CST001", lambda run: of_another_step(run, LAYER, 20)),
+    "a weight's moments of the save before": ("MOT003", lambda run: of_the_save_before(run, "first_moment")),
     "a layer file of another rank": ("INT006", of_another_rank),
     "a pointer to nothing": ("INT003", lambda run: (run / "latest").write_text("global_step50")),
 }

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 
+from auditor.invariants.neighbours import Neighbours
 from auditor.model.catalog import Catalog
 from auditor.model.finding import Judgement, LikelyCause, Severity
+from auditor.model.joint import Joint
 from auditor.model.observation import DifferenceClass
 from auditor.model.pairing import Pairing
 from auditor.model.run import RunState, StepEvidence
@@ -34,8 +36,13 @@ class Needs(enum.IntEnum):
 NEVER_A_CONSEQUENCE = frozenset({"SEC"})
 """Families whose violations stand for themselves whatever else is wrong with the same file."""
 
+IN_ALL_ROLES = frozenset({"MOT"})
+"""Families whose violations are one story with whatever is wrong with another role of the same tensor: what moves
+between two saves is weight, master and moments at once."""
+
 StepJudge = Callable[[StepEvidence], Judgement]
 RunJudge = Callable[[RunState], dict[int, Judgement]]
+NeighbourJudge = Callable[[Neighbours], Judgement]
 WaiverJudge = Callable[[Sequence[Waiver], date], Judgement]
 
 
@@ -63,6 +70,10 @@ class Invariant:
     needs: Needs = Needs.HEADERS
     judge_step: StepJudge | None = None
     judge_run: RunJudge | None = None
+    judge_motion: NeighbourJudge | None = None
+    """Judges a saved step by the one before it."""
+    joints: Callable[[Neighbours], Sequence[Joint]] | None = None
+    """What must have been compared element by element over both saves for ``judge_motion`` to speak."""
     judge_waivers: WaiverJudge | None = None
     """Judges the configuration on a day. Its violations are about no step: they have no locations."""
     likely_causes: tuple[LikelyCause, ...] = ()
@@ -75,6 +86,9 @@ class Invariant:
     it speaks. None: of all, or of those that ``pairings`` names."""
     goes_first: bool = False
     """Whether it goes before the others of its family, whatever its number: it explains them."""
+    ranks_as: str = ""
+    """The family at whose place in the order of precedence it stands, where that is not its own: a file of another save
+    explains what doesn't fit it, as a lost one does."""
     one_fault: bool = False
     """Whether subjects that violate it in different steps are still one fault (a drift, spreading NaNs)."""
 
@@ -86,4 +100,4 @@ class Invariant:
     @property
     def rank(self) -> tuple[int, str]:
         """Place in the order of precedence."""
-        return PRECEDENCE.index(self.family), self.goes_first * " " + self.id
+        return PRECEDENCE.index(self.ranks_as or self.family), self.goes_first * " " + self.id

@@ -37,7 +37,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rates:
+class StepRates:
     """Factors of one step: of m and of the gradient in |m|, of v and of the squared gradient in v."""
 
     m: float
@@ -47,14 +47,16 @@ class _Rates:
 
     @property
     def decay(self) -> float:
+        """By what the ratio m² / v decays."""
         return self.m**2 / self.v
 
     @property
     def gain(self) -> float:
+        """What a gradient adds to it."""
         return self.g**2 / self.g2
 
 
-def _rates(beta1: float, beta2: float, round_off: float) -> _Rates:
+def step_rates(beta1: float, beta2: float, round_off: float) -> StepRates:
     """The factors if every operation rounds to the worst side.
 
     Formulas in use: ``m + (g - m)(1 - b1)`` or ``b1 m + (1 - b1) g``, ``b2 v + (1 - b2) g g``, each operation rounded,
@@ -62,7 +64,7 @@ def _rates(beta1: float, beta2: float, round_off: float) -> _Rates:
     """
     u, single = round_off, _SINGLE if round_off else 0.0
     w1, w2 = (1 - beta1) * (1 + single) + single, (1 - beta2) * (1 - single) - single
-    return _Rates(
+    return StepRates(
         m=(beta1 * (1 + single) + 2 * u * w1) * (1 + u) ** 3,
         g=w1 * (1 + 2 * u) * (1 + u) ** 3,
         v=beta2 * (1 - single) * (1 - u) ** 3,
@@ -76,7 +78,7 @@ def _ratio(betas: Betas, round_off: float, num_steps: float | None) -> float:
 
     R_n is convex in b1, so each step's worst rate is one end of the range.
     """
-    ends = [_rates(beta1, betas.second, round_off) for beta1 in {betas.lowest, betas.highest}]
+    ends = [step_rates(beta1, betas.second, round_off) for beta1 in {betas.lowest, betas.highest}]
     if any(end.v <= 0 or end.g2 <= 0 or end.decay >= 1 for end in ends):
         return math.inf
     limit = max(end.gain / (1 - end.decay) for end in ends)
@@ -89,7 +91,7 @@ def _ratio(betas: Betas, round_off: float, num_steps: float | None) -> float:
     return math.sqrt(limit if num_steps is None else reached)
 
 
-def _round_off(dtype: DType, mantissa_bits: int) -> float:
+def round_off(dtype: DType, mantissa_bits: int) -> float:
     """The largest relative error of one operation whose result is stored with so many bits of mantissa.
 
     Half a unit in the last place for float32 and wider; a whole one below, where results may be rounded stochastically.
@@ -115,7 +117,7 @@ def moment_bound(
     exact = _ratio(betas, 0.0, num_steps)
     if math.isinf(exact):
         return "beta1² is not below beta2, so no bound follows"
-    u = max(_round_off(dtype, mantissa_bits) for dtype in (first, second))
+    u = max(round_off(dtype, mantissa_bits) for dtype in (first, second))
     # Once more for moments that were computed in a wider dtype and rounded when they were stored.
     limit = _ratio(betas, u, num_steps) * (1 + u) / math.sqrt(1 - u)
     if limit > exact * (1 + MOST_SLACK):

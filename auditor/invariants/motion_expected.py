@@ -7,6 +7,7 @@ import math
 from auditor.invariants.recorded import RecordedGroups, number
 from auditor.invariants.related import MOMENTS, Seen, by_role, seen_whole
 from auditor.model.catalog import Role
+from auditor.model.dtype import FLOAT32, DType
 from auditor.model.run import StepEvidence, optimizer_step
 
 _MARGIN = 16.0
@@ -27,13 +28,22 @@ class ExpectedMotion:
         self._steps = evidence.catalog.step if steps is None else steps
 
     def why_unmoved(self, name: str, seen: Seen | None) -> str:
-        """Why a weight may still be what it was made of; empty where the optimizer must have moved it.
+        """Why a weight may still be what it was made of; empty where the optimizer must have moved it."""
+        if self._steps < _FIRST_STEPS:
+            return f"fewer than {_FIRST_STEPS} optimizer steps were taken"
+        groups = self._groups.of(name)
+        if self._steps < _WARM_UP and any("initial_lr" in group.hyperparameters for group in groups):
+            return "the learning rate follows a schedule, which may have begun with steps at zero"
+        return self.why_unmoved_by_last(name, seen)
+
+    def why_unmoved_by_last(self, name: str, seen: Seen | None, dtype: DType = FLOAT32, most: float = math.inf) -> str:
+        """Why the last step, at the recorded rate, may have left a weight of ``dtype`` as it was; empty if it can't.
+
+        ``most``: a rate that is taken if it is lower: that of the save before, where one is.
 
         A step moves some element by about lr * |m| / (sqrt(v) + eps), with m the largest first moment and v the largest
         second; bias correction at worst quarters it.
         """
-        if self._steps < _FIRST_STEPS:
-            return f"fewer than {_FIRST_STEPS} optimizer steps were taken"
         first, second = (self._whole.get(self._roles[role].get(name, -1)) for role in MOMENTS)
         if first is None or second is None or seen is None:
             return "its moments were not read"
@@ -41,12 +51,11 @@ class ExpectedMotion:
         rates = [number(group.hyperparameters.get("lr")) for group in groups]
         if not rates or any(rate is None for rate in rates):
             return "no learning rate is recorded"
-        if self._steps < _WARM_UP and any("initial_lr" in group.hyperparameters for group in groups):
-            return "the learning rate follows a schedule, which may have begun with steps at zero"
         epsilons = [number(group.hyperparameters.get("eps")) or 1e-8 for group in groups]
-        rate = min(rate for rate in rates if rate is not None)
+        rate = min(most, *(rate for rate in rates if rate is not None))
         # AMSGrad divides by the largest second moment there ever was.
         largest = self._whole.get(self._roles[Role.MOMENT].get(f"{name}.max_exp_avg_sq", -1))
         most = max(second.maximum, largest.maximum if largest else 0.0, 0.0)
         motion = rate * first.largest / (math.sqrt(most) + max(epsilons))
-        return "" if motion > _MARGIN * 2.0**-24 * seen.largest else "its steps may have been below rounding"
+        round_off = 2.0 ** -(dtype.mantissa_bits + 1)
+        return "" if motion > _MARGIN * round_off * seen.largest else "its steps may have been below rounding"

@@ -112,6 +112,12 @@ def _asked(catalog: Catalog) -> Iterator[_Asked]:
         yield asked
 
 
+def kept_by_adam(groups: Sequence[ParameterGroup]) -> Betas | str:
+    """The decay rates of the two plain averages that groups keep, or why it isn't known that they keep such."""
+    asked = _of_groups(-1, -1, groups)
+    return asked.betas if asked.betas is not None else asked.reason
+
+
 def _of_groups(first: int, second: int, groups: Sequence[ParameterGroup]) -> _Asked:
     """What the groups that may hold a parameter say of its decay rates."""
     asked = _Asked(first, second)

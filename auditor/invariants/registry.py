@@ -13,6 +13,10 @@ from auditor.invariants import (
     integrity_kept,
     integrity_runs,
     metadata,
+    motion,
+    motion_records,
+    motion_sizes,
+    motion_steps,
     numerics,
     optimizer,
     optimizer_records,
@@ -31,8 +35,8 @@ from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
     integrity, integrity_runs, integrity_kept, coverage, metadata, replica, stripes, cast, optimizer, optimizer_records,
-    optimizer_values, optimizer_twins, numerics, outliers, tying, reference, security, configuration, witnessed,
-    schedule,
+    optimizer_values, optimizer_twins, numerics, outliers, motion, motion_records, motion_sizes, motion_steps, tying,
+    reference, security, configuration, witnessed, schedule,
 )  # fmt: skip
 
 

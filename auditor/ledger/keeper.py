@@ -177,6 +177,12 @@ class Keeper:
                 others.setdefault(account.lineage[-1][0], {})[account.step] = account
         return [_branch(number, accounts) for number, accounts in sorted(others.items())]
 
+    def repeated(self, known: Recalled, level: str) -> Mapping[str, Judgement]:
+        """What was said of a step by the same choices and version at this level; nothing where they were others."""
+        said = known.record.account.said
+        same = (said.choices, said.tool, said.level) == (self.choices, __version__, level)
+        return said.judgements if same else {}
+
     def said(
         self, state: StepState, judgements: Mapping[str, Judgement], wholeness: Mapping[str, Judgement], level: str,
         catalog: Catalog,

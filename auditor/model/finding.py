@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from auditor.model.catalog import Role
@@ -110,6 +110,11 @@ class Judgement:
             self.num_holds + other.num_holds, (*self.violations, *other.violations), undetermined, not_applicable,
             self.held & other.held,
         )  # fmt: skip
+
+    def doubted(self, changed: Sequence[str]) -> Judgement:
+        """The judgement of a step whose files ``changed`` while they were read: nothing in it can be relied on."""
+        names = tuple(violation.subject for violation in self.violations) or ("the step",)
+        return Judgement(undetermined={f"{', '.join(changed)} changed while it was read": names})
 
     @property
     def outcome(self) -> Outcome:

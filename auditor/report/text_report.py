@@ -93,7 +93,9 @@ def _read_phrase(run: RunReport) -> str:
     else:
         phrase = ", ".join(f"level {level.name.lower()} on {len(members)}" for level, members in sorted(levels.items()))
     seen = run.coverage
-    again = f", {size(seen.num_bytes_reread)} again for differences or checksums" if seen.num_bytes_reread else ""
+    again = (
+        f", {size(seen.num_bytes_reread)} again for differences, saves or checksums" if seen.num_bytes_reread else ""
+    )
     kept = sum(step.recalled for step in run.steps)
     again += f", {kept} of {len(run.steps)} steps from the ledger" if kept else ""
     gone = [step.state.step for step in run.steps if step.state.deleted]

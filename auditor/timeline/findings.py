@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from auditor.invariants.invariant import NEVER_A_CONSEQUENCE, Invariant
+from auditor.invariants.invariant import IN_ALL_ROLES, NEVER_A_CONSEQUENCE, Invariant
 from auditor.model.catalog import Role
 from auditor.model.finding import Finding, Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
@@ -20,6 +20,7 @@ from auditor.model.observation import DifferenceClass
 from auditor.timeline.classify import SEVERITIES, classify
 from auditor.timeline.onset import Mark, intervals
 
+ANY_ROLE = "any role"
 StepJudgements = Mapping[str, Judgement]
 """Invariant id to what it says about one step."""
 
@@ -73,6 +74,8 @@ def findings_of_no_step(invariant: Invariant, judged: Judgement) -> list[Finding
     ]  # fmt: skip
 
 
+_Explainers = dict[object, list[tuple[Severity, tuple[str, str]]]]
+"""Tensor and role, or file, to what is wrong with it in a step, with its severity, in order of precedence."""
 _Kept = dict[str, dict[int, list[Violation]]]
 
 
@@ -84,11 +87,11 @@ def _without_consequences(
     consequences: dict[tuple[str, int, str], set[str]] = defaultdict(set)
     mild = _mild_subjects(steps)
     for step, judgements in steps.items():
-        explainers: dict[object, tuple[str, str]] = {}
+        explainers: _Explainers = defaultdict(list)
         for identifier in sorted(judgements.keys() & by_id.keys(), key=lambda i: by_id[i].rank):
             remaining = []
             for violation in judgements[identifier].violations:
-                causes = _causes(violation, explainers)
+                causes = _causes(violation, by_id[identifier], explainers)
                 if causes and by_id[identifier].family not in NEVER_A_CONSEQUENCE:
                     for cause, subject in causes:
                         consequences[cause, step, subject].add(identifier)
@@ -96,10 +99,9 @@ def _without_consequences(
                     remaining.append(violation)
             for violation in remaining:
                 severity = violation.severity or by_id[identifier].severity
-                # What is no error must not swallow one.
-                if (identifier, violation.subject) not in mild and severity >= Severity.ERROR:
+                if (identifier, violation.subject) not in mild:
                     for key in _keys_given(violation):
-                        explainers.setdefault(key, (identifier, violation.subject))
+                        explainers[key].append((severity, (identifier, violation.subject)))
             kept[identifier][step] = remaining
     return kept, consequences
 
@@ -115,15 +117,21 @@ def _mild_subjects(steps: Mapping[int, StepJudgements]) -> set[tuple[str, str]]:
     return {key for key, locations in history.items() if SEVERITIES[classify(locations)] < Severity.ERROR}
 
 
-def _causes(violation: Violation, explainers: Mapping[object, tuple[str, str]]) -> set[tuple[str, str]]:
-    """What explains a violation at every one of its places; empty where some place stays unexplained."""
+def _causes(violation: Violation, invariant: Invariant, explainers: _Explainers) -> set[tuple[str, str]]:
+    """What explains a violation at every one of its places; empty where some place stays unexplained.
+
+    What is milder does not explain what is more severe: a note must not swallow an error.
+    """
+    least, in_all_roles = violation.severity or invariant.severity, invariant.family in IN_ALL_ROLES
+
+    def first(keys: Iterable[object]) -> tuple[str, str] | None:
+        known = (cause for key in keys if key in explainers for severity, cause in explainers[key] if severity >= least)
+        return next(known, None)
+
     if violation.explained_by:
-        found = [explainers.get(file) for file in violation.explained_by]
+        found = [first([file]) for file in violation.explained_by]
     else:
-        found = [
-            next((explainers[key] for key in _keys_needed(location) if key in explainers), None)
-            for location in violation.locations
-        ]
+        found = [first(_keys_needed(location, in_all_roles)) for location in violation.locations]
     return set() if None in found else {cause for cause in found if cause is not None}
 
 
@@ -132,13 +140,16 @@ def _keys_given(violation: Violation) -> Iterable[object]:
     for location in violation.locations:
         if location.tensor:
             yield location.tensor, location.role
+            yield location.tensor, ANY_ROLE
         if not violation.sides and location.file and (not location.tensor or location.role is None):
             yield location.file
 
 
-def _keys_needed(location: Location) -> Iterable[object]:
+def _keys_needed(location: Location, in_all_roles: bool) -> Iterable[object]:
     if location.tensor:
         yield location.tensor, location.role
+        if in_all_roles:
+            yield location.tensor, ANY_ROLE
     yield from filter(None, (location.file, location.reference_file))
 
 

@@ -441,7 +441,7 @@ def test_pipeline_stages_may_be_set_differently(tmp_path):
 
     def by(content):
         for group in content["optimizer"]["optimizer"]["param_groups"]:
-            group["lr"] = 0.5
+            group["lr"] = 0.005
 
     change(tmp_path.glob("run/iter_0000004/mp_rank_*_001/*.pt"), by)
     assert ids(tmp_path / "run") == []

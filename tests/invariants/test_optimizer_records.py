@@ -50,7 +50,7 @@ def set_counter(value):
 def test_a_counter_that_never_began(ddp):
     change(ranks(ddp), set_counter(0.0))
     finding = only(ddp, level=Level.FULL)
-    assert (finding.id, finding.severity, finding.consequences) == ("OPT009", Severity.ERROR, ("OPT007",))
+    assert (finding.id, finding.severity, finding.consequences) == ("OPT009", Severity.ERROR, ("MOT006", "OPT007"))
     assert {location.tensor for location in finding.locations} == {"head.weight"}
 
 

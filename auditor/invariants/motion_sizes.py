@@ -1,0 +1,95 @@
+"""MOT008: no tensor is suddenly of another size than its own past says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from auditor.invariants.invariant import Invariant, Needs
+from auditor.invariants.neighbours import Neighbours, Past
+from auditor.invariants.related import Collected, Seen, of_tensor
+from auditor.model.catalog import Role
+from auditor.model.finding import Judgement, LikelyCause, Severity, Violation
+
+_SAVES = 4
+"""So many earlier saves make a past."""
+_LEAST = {
+    Role.PARAMETER: 4.0, Role.MASTER: 4.0, Role.EMA: 4.0, Role.FIRST_MOMENT: 16.0, Role.SECOND_MOMENT: 24.0,
+    Role.MOMENT: 16.0,
+}  # fmt: skip
+"""Powers of two by which a size may change whatever the past. Healthy runs: weights by less than 1 from save to save,
+once they are past their first steps; gradients, and so first moments, by 10 at a spike of the loss, and second moments
+by twice that. A flipped bit of an exponent is 16, 32, 64 or 128 of them, or less than a doubling."""
+_TIMES = 4.0
+"""Of the largest change from save to save in the past."""
+
+
+def sizes_follow_their_past(neighbours: Neighbours) -> Judgement:
+    """Neither the root mean square nor the largest element of a tensor jumps from the save before."""
+    found = Collected()
+    for key, (_, number) in neighbours.shared.items():
+        if key[0] not in _LEAST or neighbours.after.catalog.tensors[number].num_elements == 0:
+            continue
+        pair = neighbours.seen.get(key)
+        past = neighbours.history.of(*key)
+        if pair is None:
+            found.unknown(neighbours.why_unseen(key[1]), key[1])
+        elif len(past.sizes) < _SAVES:
+            found.not_applicable[f"fewer than {_SAVES} earlier saves"] += 1
+        elif detail := _jump(key[0], pair[1], past):
+            tensor = neighbours.after.catalog.tensors[number]
+            location = of_tensor(neighbours.after, number, tensor.num_elements, detail)
+            message = f"{tensor.name} ({key[0].value.replace('_', ' ')}) {detail}"
+            found.violations.append(Violation(tensor.name, (location,), message))
+        else:
+            found.num_holds += 1
+    if not found.num_holds and not found.violations and not found.undetermined and not found.not_applicable:
+        found.not_applicable["no tensor is in both saves"] += 1
+    return found.judgement()
+
+
+def _jump(role: Role, seen: Seen, past: Past) -> str:
+    """By how much a tensor's size is not what its past says; empty where it is."""
+    words = (("its root mean square is", past.sizes, seen.root_mean_square),
+             ("its largest element is", past.largest, seen.largest))  # fmt: skip
+    for words_of, sizes, size in words:
+        limit = _limit(role, sizes)
+        if limit is None or not math.isfinite(size) or size <= 0:
+            continue
+        change = math.log2(size) - math.log2(sizes[-1])
+        if abs(change) > limit:
+            times = f"2^{abs(change):.0f} times as {'large' if change > 0 else 'small'} as"
+            known = f"in the save before ({sizes[-1]:.3g}); 2^{limit:.0f} at most was to be expected"
+            return f"jumped: {words_of} {size:.3g}, {times} {known}"
+    return ""
+
+
+def _limit(role: Role, sizes: Sequence[float]) -> float | None:
+    """The most by which a size may change, as a power of two; None where it was zero, or not a number, of late."""
+    known = sizes[-_SAVES:]
+    if any(size <= 0 or not math.isfinite(size) for size in known):
+        return None
+    logs = [math.log2(size) for size in sizes if size > 0 and math.isfinite(size)]
+    changes = [abs(after - before) for before, after in pairwise(logs)]
+    return max(_LEAST[role], _TIMES * max(changes, default=0.0))
+
+
+INVARIANTS = (
+    Invariant(
+        "MOT008", "size-jumped", Severity.WARNING,
+        statement="With four earlier saves or more: neither root mean square nor largest element of a tensor changes "
+                  "from one save to the next by more than 2^4 (weights), 2^16 (first moments), 2^24 (second "
+                  "moments), or four times the largest such change of its own past, as powers of two.",
+        rationale="One element with a flipped exponent bit is invisible in every mean and poisons its row at the "
+                  "next step; a second moment that is far too large stops its weight for thousands of steps.",
+        source="pytorch/pytorch#84803; pytorch/torchtitan#4324",
+        example="3.mlp.dense_4h_to_h.weight (second moment) jumped: its largest element is 1.8e+19, 2^64 times as "
+                "large as in the save before (1.02e-06); 2^24 at most was to be expected",
+        misses="Jumps in the first saves; one element that becomes larger but not the largest; low bits.",
+        hint="Look at the largest element and its neighbours. A single one is a flipped bit; a whole tensor is "
+             "another tensor, or a loss that exploded.",
+        needs=Needs.WEIGHTS, judge_motion=sizes_follow_their_past, one_fault=True,
+        likely_causes=(LikelyCause("a bit flipped in memory or storage", "pytorch/torchtitan#4324"),),
+    ),
+)  # fmt: skip
