@@ -187,8 +187,10 @@ class _Walk:
             raise LimitError(f"{what} is nested too deeply")
         if count * (2 if kind == "map" else 1) > self.cursor.size - self.cursor.at:
             raise _Cut(f"{what} is said to have {count} entries, {self.cursor.size - self.cursor.at} bytes are left")
+        self._num_nodes += count
+        if self._num_nodes > MAX_NODES:
+            raise LimitError(f"it has more than {MAX_NODES} entries")
         for number in range(count):
-            self._count_node()
             key = self._key(what) if kind == "map" else str(number)
             if key in tree:
                 raise DamagedError(f"{what} gives the key {key[:200]!r} twice")
@@ -211,11 +213,6 @@ class _Walk:
             if error.array is not None:
                 tree[key] = error.array
             raise
-
-    def _count_node(self) -> None:
-        self._num_nodes += 1
-        if self._num_nodes > MAX_NODES:
-            raise LimitError(f"it has more than {MAX_NODES} entries")
 
     def _key(self, what: object) -> str:
         kind, count = self._head(self.cursor.take(1, what)[0], what)

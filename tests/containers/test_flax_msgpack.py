@@ -13,7 +13,7 @@ from tests.flax_files import leaves, pack, record, unpack
 from tests.paths import ROOT
 
 FIXTURES = ROOT / "tests" / "fixtures" / "flax"
-FILES = sorted(path for path in FIXTURES.rglob("*") if path.is_file() and path.suffix in ("", ".msgpack"))
+FILES = sorted(path for path in FIXTURES.rglob("*") if path.suffix == ".msgpack" or path.name.startswith("checkpoint_"))
 ONES = np.ones((2, 3), np.float32)
 
 

@@ -53,7 +53,7 @@ TORCH = sorted(path.name for path in SAME.iterdir() if path.is_dir())
 
 
 @pytest.mark.parametrize("layout", TORCH)
-@pytest.mark.parametrize("other", ["msgpack", "npz"])
+@pytest.mark.parametrize("other", ["msgpack", "chunked", "npz", "orbax"])
 def test_one_digest_a_tensor_in_torch_and_jax(layout, other):
     theirs, ours = LocalStore(JAX / other), LocalStore(SAME / layout)
     seen = mapped(catalog_of(ours), name_map(MAP))
