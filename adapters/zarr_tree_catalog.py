@@ -280,8 +280,9 @@ class ZarrTreeReading:
         for position, entry in sorted(stored.chunks.items()):
             fits = entry.num_bytes == length or bool(array.codec)
             detail = "" if fits else f"it has {entry.num_bytes} bytes, a chunk of its array has {length}"
-            state = FileState.PRESENT if fits else FileState.DAMAGED
             encoding = one_chunk(length, array.codec, entry.num_bytes) if array.codec else None
+            detail = encoding.contradiction(entry.num_bytes) if encoding else detail
+            state = FileState.DAMAGED if detail else FileState.PRESENT
             file = self.builder.file(
                 File(entry.name, entry.num_bytes, entry.identity, state, place, detail, "zarr", encoding=encoding)
             )

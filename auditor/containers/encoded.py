@@ -18,7 +18,7 @@ from auditor.containers.compression import GzipStream, ZstdStream
 from auditor.containers.crc32c import crc32c
 from auditor.containers.damage import DamagedError, UnsupportedError
 from auditor.model.catalog import File
-from auditor.model.encoding import GZIP, PLAIN, SHARD, ZSTD, Encoding
+from auditor.model.encoding import GZIP, PLAIN, SHARD, ZSTD, Encoding, most_bytes
 from auditor.storage.store import Entry, Handle, ShortReadError, Store, UndecodableError, read_bytes
 
 KEPT_BYTES = 1 << 20
@@ -27,10 +27,6 @@ MAX_KEPT = 8
 """Decoded chunks, and streams, that are kept: what is compared lies in a few places at once."""
 READ_BYTES = 1 << 20
 """Stored bytes are read in blocks of this size."""
-MAX_RATIO = {ZSTD: 1 << 15, GZIP: 1032}
-"""Bytes that one stored byte can stand for: zstd's repeated blocks are 128 KiB in four bytes (RFC 8878, 3.1.1.2),
-deflate copies at most 258 bytes by two bits (RFC 1951). More is a lie, whatever the frame says."""
-_SLACK_BYTES = 64
 _INDEX_BYTES, _NOTHING = 20, (1 << 64) - 1
 """A shard of one chunk ends with its offset and length (uint64) and the CRC-32C of both; all ones: it has no chunk."""
 
@@ -197,7 +193,7 @@ class DecodedHandle:
         source = _Stored(handle, offset, length)
         if shard == SHARD:
             source = _only_chunk(source)
-        if int(table.num_bytes[number]) > MAX_RATIO.get(codec, 1) * (source.num_left + _SLACK_BYTES):
+        if int(table.num_bytes[number]) > most_bytes(codec, source.num_left):
             raise DamagedError(f"{source.num_left} bytes are too few for the {table.num_bytes[number]} of its array")
         return _decoded(source, codec)
 

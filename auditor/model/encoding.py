@@ -17,6 +17,14 @@ PLAIN, ZSTD, GZIP = "", "zstd", "gzip"
 SHARD = "shard"
 """Before another codec: the chunk is the only one of a Zarr shard, which says at its end where it lies in it."""
 
+_MAX_RATIO = {ZSTD: 1 << 15, GZIP: 1032}
+"""Bytes that one stored byte can stand for: zstd's repeated blocks are 128 KiB in four bytes (RFC 8878, 3.1.1.2),
+deflate copies at most 258 bytes by two bits (RFC 1951). More is a lie, whatever the frame says."""
+_SLACK_BYTES = 64
+_SURE_BYTES = 1 << 30
+"""Chunks beyond it that their stored bytes can't hold are a lie of the records: to look for each of their parts in vain
+would take minutes."""
+
 _ALIGNED = 8
 """Chunks begin at a multiple of it, so that elements are aligned in a buffer whatever lies before them."""
 
@@ -52,11 +60,19 @@ class Encoding:
         apart = ~self.held & (self.num_stored > 0)
         order = np.argsort(self.offset[apart], kind="stable")
         starts, stops = self.offset[apart][order], (self.offset + self.num_stored)[apart][order]
+        lies = [at for at in np.flatnonzero(self.num_bytes > _SURE_BYTES).tolist() if not self._may_hold(at)]
+        if lies:
+            size, held = int(self.num_bytes[lies[0]]), int(self.num_stored[lies[0]])
+            return f"a chunk of {size} bytes is said to be stored in {held} bytes of it, which can't hold it"
         last = int(stops.max(initial=0))
         if last > num_bytes:
             return f"it has {num_bytes} bytes, values are said to lie in it up to byte {last}: cut short"
         shared = np.flatnonzero(starts[1:] < np.maximum.accumulate(stops)[:-1])
         return f"two values are said to lie at byte {starts[shared[0] + 1]} of it" if len(shared) else ""
+
+    def _may_hold(self, number: int) -> bool:
+        codec = self.codecs[int(self.codec[number])].rpartition("/")[2]
+        return int(self.num_bytes[number]) <= most_bytes(codec, int(self.num_stored[number]))
 
     def between(self, first: int, last: int) -> Encoding:
         """The chunks that hold something of the content from ``first`` to ``last``; positions stay as they are."""
@@ -114,6 +130,11 @@ class EncodingBuilder:
             start, num_bytes, offset, num_stored, codec.astype(np.int8), held.astype(bool), tuple(self._codecs),
             b"".join(self._memory),
         )  # fmt: skip
+
+
+def most_bytes(codec: str, num_stored: int) -> int:
+    """To how many bytes ``num_stored`` stored ones can expand."""
+    return _MAX_RATIO.get(codec, 1) * (num_stored + _SLACK_BYTES)
 
 
 def one_chunk(num_bytes: int, codec: str, num_stored: int) -> Encoding:

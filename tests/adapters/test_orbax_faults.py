@@ -193,7 +193,7 @@ def test_an_array_that_is_said_to_be_larger_than_its_bytes_can_be():
     document["chunks"] = [1 << 30, 8]
     document["shape"] = [1 << 33, 8]
     objects[name] = json.dumps(document).encode()
-    assert "too few for the" in found(audited(objects))["INT015"].message
+    assert "which can't hold it" in found(audited(objects))["INT002"].message
 
 
 def test_locks_that_writers_left_are_a_warning():
