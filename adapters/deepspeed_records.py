@@ -79,7 +79,11 @@ def odd_counts(files: Iterable[StepFile]) -> Iterator[tuple[StepFile, str]]:
 def renamed(file: StepFile) -> str:
     """What shows that a file is a copy of another one: torch.save names the root after the path."""
     # A saver that writes NAME.pt.tmp and renames it leaves NAME.pt; one that writes to a buffer leaves `archive`.
-    if file.content and file.content.root not in (file.name.removesuffix(".pt"), file.name, "archive"):
+    if (
+        file.content
+        and file.content.root
+        and file.content.root not in (file.name.removesuffix(".pt"), file.name, "archive")
+    ):
         return f"was saved under the name {file.content.root}"
     return ""
 

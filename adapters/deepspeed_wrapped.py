@@ -137,7 +137,9 @@ class Beside:
                     self._problem(ProblemKind.ABSENT, files[0][0], message, key, orders.get(key, -1))
 
     def _add_file(self, opened: Opened[Weights], kind: Kind) -> File:
-        file = opened.as_file(self.outer.path, kind.container, Coordinate())
+        file = opened.as_file(
+            self.outer.path, opened.content.container if opened.content else kind.container, Coordinate()
+        )
         self.builder.file(file)
         return file
 

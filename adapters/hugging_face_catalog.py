@@ -132,7 +132,8 @@ class HuggingFaceReading:
         for name in weights.names:
             opened = files[name] = self._open(name, weights.kind)
             pickled = opened.content.opaque if opened.content and weights.kind.container == "torch-zip" else {}
-            self._claim(opened, weights.kind.container, pickled)
+            container = opened.content.container if opened.content else weights.kind.container
+            self._claim(opened, container, pickled)
         self._add_leftovers(weights)
         if self.names_only:
             return Placed(weights, files, self.folder.path)

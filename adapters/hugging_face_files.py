@@ -64,6 +64,7 @@ class Weights:
     arrays: Mapping[str, StoredArray] = field(default_factory=dict)
     opaque: Mapping[str, int] = field(default_factory=dict)
     """Objects and dtypes that are not known, with their number."""
+    container: str = "safetensors"
 
 
 def _of_safetensors(content: SafetensorsFile) -> Weights:
@@ -88,7 +89,7 @@ def _of_torch(content: TorchFile) -> Weights:
             )  # fmt: skip
         elif isinstance(name, str) and isinstance(value, Opaque):
             arrays[name] = StoredArray(None, (), 0, -1)
-    return Weights(arrays, content.opaque)
+    return Weights(arrays, content.opaque, content.container)
 
 
 @dataclass(frozen=True, slots=True)

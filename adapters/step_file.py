@@ -104,4 +104,6 @@ class StepFile(Opened[TorchFile]):
 
     def as_rank_file(self, folder: str, coordinate: Coordinate) -> File:
         """The Catalog's record of it, as the file of one rank."""
-        return self.as_file(folder, "torch-zip", coordinate, self.content.opaque if self.content else None)
+        if self.content is None:
+            return self.as_file(folder, "torch-zip", coordinate)
+        return self.as_file(folder, self.content.container, coordinate, self.content.opaque)

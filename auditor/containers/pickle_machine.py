@@ -53,6 +53,28 @@ class PickleMachine(PickleStack):
         except (IndexError, ValueError, TypeError, struct.error, AttributeError, OverflowError) as error:
             raise DamagedError(f"its pickle is broken at byte {self._at}: {error}") from error
 
+    def skip(self, data: bytes) -> None:
+        """Go through a pickle without making its value.
+
+        Raises:
+            DamagedError: it is no whole pickle.
+            LimitError: it asks for more than :class:`Limits` allow.
+        """
+        self._at = 0
+        try:
+            self._scan(data)
+        except LimitError:
+            raise
+        except (RecursionError, MemoryError) as error:
+            raise LimitError(f"its pickle is too large at byte {self._at}") from error
+        except (KeyError, IndexError, ValueError, TypeError, struct.error, OverflowError) as error:
+            raise DamagedError(f"its pickle is broken at byte {self._at}: {error}") from error
+
+    @property
+    def num_read(self) -> int:
+        """Bytes of the pickle that was gone through; what lies behind its end is not looked at."""
+        return self._at
+
     def _scan(self, data: bytes) -> None:
         """The first pass."""
         scan = PickleScan(data, self.limits)

@@ -24,6 +24,7 @@ from auditor.containers.pickle_machine import (
     Opaque,
     PickleMachine,
 )
+from auditor.containers.torch_legacy import MAGIC, ROOT, Pickles, collect
 from auditor.containers.torch_plain import plain_tensor
 from auditor.containers.zip_directory import Member, read_directory
 from auditor.model.dtype import DTYPES, DType
@@ -36,7 +37,6 @@ unbounded reading time."""
 
 SMALL = 1 << 20
 """Bytes of memory that the records of one file of a large run take at most."""
-LEGACY_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 
 _STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -99,6 +99,7 @@ class TorchFile:
     """The saved object: dicts, lists, tuples, numbers, strings, :class:`StoredTensor`, inert records."""
     opaque: Mapping[str, int]
     """Objects of unknown classes, by name."""
+    container: str = "torch-zip"
 
 
 def dtype_named(value: object) -> DType | None:
@@ -128,7 +129,7 @@ class RecordBudget:
 
 
 def read_torch_file(handle: Handle, budget: RecordBudget | None = None, limits: Limits = LIMITS) -> TorchFile:
-    """Read the directory and the pickle of a file written by ``torch.save``.
+    """Read the directory and the pickle of a file written by ``torch.save``, of its older form too.
 
     Raises:
         DamagedError: the file is cut short, contradicts itself, or asks for more than ``limits``.
@@ -138,7 +139,8 @@ def read_torch_file(handle: Handle, budget: RecordBudget | None = None, limits: 
     try:
         members = read_directory(handle)
     except DamagedError:
-        _refuse_legacy(handle)
+        if _is_legacy(handle):
+            return _read_legacy(handle, budget, limits)
         raise
     pickled = next((name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")), None)
     if pickled is None:
@@ -157,6 +159,12 @@ def read_torch_file(handle: Handle, budget: RecordBudget | None = None, limits: 
     plain = tensors.plain(data)
     if plain is not None:
         return TorchFile(handle.entry, root, plain, {})
+    tree, opaque = _load(tensors, data, budget, limits)
+    return TorchFile(handle.entry, root, tree, opaque)
+
+
+def _load(tensors: _Tensors, data: bytes, budget: RecordBudget | None, limits: Limits) -> tuple[Any, Mapping[str, int]]:
+    """The saved object, and the objects of unknown classes in it."""
     allowed = replace(limits, num_memory=min(limits.num_memory, budget.room)) if budget else limits
     machine = PickleMachine(tensors.builders(), tensors.storage, allowed)
     try:
@@ -168,17 +176,27 @@ def read_torch_file(handle: Handle, budget: RecordBudget | None = None, limits: 
         raise
     if budget:
         budget.take(machine.num_memory)
-    return TorchFile(handle.entry, root, tree, dict(machine.opaque))
+    return tree, dict(machine.opaque)
 
 
-def _refuse_legacy(handle: Handle) -> None:
-    """Files of torch before 1.6: a sound format, but not this one. They begin with a pickled magic number."""
+def _is_legacy(handle: Handle) -> bool:
+    """Whether a file begins with the magic number of the form before torch 1.6."""
+    if handle.entry.num_bytes < len(MAGIC):
+        return False
     try:
-        head = read_bytes(handle, 0, min(len(LEGACY_MAGIC), handle.entry.num_bytes))
+        return read_bytes(handle, 0, len(MAGIC)) == MAGIC
     except ShortReadError:
-        return
-    if head == LEGACY_MAGIC:
-        raise UnsupportedError("it is a torch file of the form before torch 1.6, which is not read yet")
+        return False
+
+
+def _read_legacy(handle: Handle, budget: RecordBudget | None, limits: Limits) -> TorchFile:
+    """A file of the older form: its object twice, first to learn the width of its storages."""
+    pickles = Pickles(handle, limits)
+    storages = collect(pickles.saved, limits, {}, _Tensors(ROOT, {}).storage)
+    widths = {key: found.dtype.bits // 8 if found.dtype else 1 for key, found in storages.items()
+              if isinstance(found, Storage)}  # fmt: skip
+    tree, opaque = _load(_Tensors(ROOT, pickles.members(widths)), pickles.saved, budget, limits)
+    return TorchFile(handle.entry, "", tree, opaque, "torch-legacy")
 
 
 class _Tensors:

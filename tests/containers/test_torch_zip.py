@@ -522,9 +522,10 @@ def test_file_without_byte_order_is_little_endian():
     assert isinstance(read(rewritten(SAVED, unchanged, drop=["byteorder"])).tree[0], StoredTensor)
 
 
-def test_file_in_the_format_before_zip_is_not_called_damaged():
-    with pytest.raises(UnsupportedError):
-        read(saved([torch.ones(2)], _use_new_zipfile_serialization=False))
+def test_file_in_the_format_before_zip_is_read():
+    file = read(saved([torch.ones(2)], _use_new_zipfile_serialization=False))
+    assert file.container == "torch-legacy"
+    assert file.tree[0].shape == (2,)
 
 
 class Sparse:
