@@ -1,5 +1,6 @@
 """Two ranks that save by DeepSpeed through the hook: ``python -m tests.hooks.deepspeed_job FOLDER STAGE RANK PORT``."""
 
+import importlib
 import os
 import sys
 
@@ -16,6 +17,8 @@ from auditor.hooks.after_commit import AfterCommit
 from auditor.hooks.deepspeed_hook import around_save_checkpoint
 from auditor.hooks.torch_hook import TorchHook
 
+# Its operation for shared memory would be compiled first, for a minute; gloo does without.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 deepspeed.init_distributed("gloo")
 torch.manual_seed(3)
 model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.LayerNorm(10), torch.nn.Linear(10, 3))
