@@ -25,6 +25,7 @@ from auditor.adapters.torch_per_rank_files import (
     NAME,
     STEPS,
     Series,
+    averages,
     is_buffer,
     lost_keys,
     parallel_setting,
@@ -132,10 +133,15 @@ class PerRankReading:
 
     def _slots(self, rank: int) -> dict[Slot, StoredTensor]:
         state = self.states[rank]
-        return {
+        copies = {
+            (Role.EMA, self._name(path.partition(".")[2]), path): tensor
+            for path, tensor in averages(self.files[rank]).items()
+        }
+        own = {
             (Role.BUFFER if is_buffer(key, tensor) else Role.PARAMETER, self._name(key), f"{state.path}{key}"): tensor
             for key, tensor in state.model.items()
         }
+        return own | copies
 
     def _state(self, rank: int) -> Iterator[tuple[str, tuple[int, str, StoredTensor]]]:
         """Optimizer state by its path in the file."""

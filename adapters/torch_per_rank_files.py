@@ -17,6 +17,8 @@ NAME = re.compile(r"(?P<head>(?:.*?(?<![a-z]))?rank[-_.]?)(?P<rank>\d{1,6})(?P<t
 _OTHER_AXIS = re.compile(r"(?:^|.*[^a-z])(?:mp|tp|pp|ep|cp|sp|zero|tensor|pipeline|expert)[-_.]rank[-_.]?")
 """Ranks of another axis than data-parallel ones."""
 _MODELS = ("model", "state_dict", "module", "model_state_dict")
+AVERAGES = ("ema", "model_ema", "ema_model", "ema_state_dict", "state_dict_ema", "ema_model_state_dict")
+"""Under which scripts keep a moving average of the model's weights: a second state dict."""
 STEPS = ("step", "iteration", "global_step", "global_steps")
 _SETTINGS = ("args", "config", "cfg", "hparams", "hyper_parameters")
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size", "tensor_parallel_size",
@@ -103,6 +105,17 @@ def rank_state(file: StepFile) -> RankState:
             return state
     state = _state_dict(file.tree, "")
     return state if 2 * len(state.model) > len(file.tree) or state.parts else RankState()
+
+
+def averages(file: StepFile) -> dict[str, StoredTensor]:
+    """Moving averages of the model's weights, by their path in the file."""
+    found: dict[str, StoredTensor] = {}
+    for key in AVERAGES:
+        inside = file.tree.get(key)
+        if isinstance(inside, dict):
+            state = _state_dict(inside, f"{key}.")
+            found |= {f"{key}.{name}": tensor for name, tensor in state.model.items()}
+    return found
 
 
 def lost_keys(states: Mapping[int, RankState]) -> tuple[int, tuple[str, ...]] | None:

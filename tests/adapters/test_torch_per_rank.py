@@ -536,3 +536,40 @@ def test_factored_moments_are_not_attached():
 )  # fmt: skip
 def test_what_is_no_indexed_state(value):
     assert indexed_state(value) is None
+
+
+# Moving averages
+
+
+def averaged(rank, step=3, factor=1.0):
+    torch = pytest.importorskip("torch")
+    model = {"layer.weight": torch.arange(6.0).reshape(3, 2) + step, "layer.bias": torch.arange(3.0) + step}
+    ema = {key: tensor * 0.99 * (factor if rank else 1.0) for key, tensor in model.items()}
+    return {"model": model, "ema": ema, "step": step, "rank": rank, "world_size": 2}
+
+
+def test_moving_averages_have_a_role_of_their_own_and_are_replicas():
+    objects = {f"step_3/{name}": content for name, content in ranks(averaged).items()}
+    catalog = read(MemoryStore(objects), "step_3")
+    assert set(by_name(catalog, Role.EMA)) == set(by_name(catalog)) == {"layer.weight", "layer.bias"}
+    assert all(tensor.replica_axes == ("dp",) for tensor in by_name(catalog, Role.EMA).values())
+    assert not findings_of(objects).findings
+
+
+def test_a_moving_average_that_one_rank_has_otherwise():
+    objects = {f"step_3/{name}": content for name, content in ranks(lambda n: averaged(n, factor=1.5)).items()}
+    (finding,) = findings_of(objects).findings
+    assert finding.id == "REP001"
+    assert {place.role for place in finding.locations} == {Role.EMA}
+
+
+def test_nan_in_the_moving_average_alone():
+    objects = {f"step_3/{name}": content for name, content in ranks(lambda n: _poisoned(averaged(n))).items()}
+    (finding,) = findings_of(objects).findings
+    assert finding.id == "NUM001"
+    assert {(place.tensor, place.role) for place in finding.locations} == {("layer.weight", Role.EMA)}
+
+
+def _poisoned(content):
+    content["ema"]["layer.weight"][0, 0] = float("nan")
+    return content
