@@ -30,7 +30,6 @@ from auditor.model.finding import Finding, Judgement
 from auditor.model.observation import Observations, unobserved
 from auditor.model.run import Commit, PointerState, RunState, StepEvidence, decide_commits, step_state, with_content
 from auditor.model.waiver import apply_baseline, apply_waivers
-from auditor.model.witness import Witness
 from auditor.observe.checksums import verify_checksums
 from auditor.observe.difference import measure_differences
 from auditor.observe.executors import executor_of
@@ -47,7 +46,7 @@ from auditor.storage.writer import FolderWriter
 from auditor.succession import MOST_BYTES, Reader, Succession
 from auditor.timeline.findings import findings, findings_of_no_step
 from auditor.timeline.last_good import NEEDED, last_good
-from auditor.witnesses import read_witness, witness_folder
+from auditor.witnesses import witness_of
 
 Progress = Callable[[str, int], None]
 """Told the step's path and the bytes just read."""
@@ -258,7 +257,7 @@ class _Audit:
             state = self.keeper.place(catalog, observations, state, known, where)
         report.coverage.add(full, catalog, observations)
         named = source.match.named_step
-        witness = self.witness(folder.path, full.step, modified) if level >= Level.REPLICAS else None
+        witness = witness_of(self.store, folder.path, full.step, modified) if level >= Level.REPLICAS else None
         evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers, named, witness)
         judgements = self.judge(evidence, level, self.judged)
         judgements |= self.judge_motion(evidence, level, known)
@@ -279,10 +278,6 @@ class _Audit:
             said = self.keeper.said(state, judgements, wholeness, level.name, full)
             self.keeper.keep(catalog, observations, asked, said, known, where)
         return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh, bool(known))
-
-    def witness(self, path: str, step: int, modified: float) -> Witness | None:
-        """What the hook left of a step that lies below the root."""
-        return read_witness(self.store, witness_folder(path), step, modified) if path else None
 
     def catalogs(self, source: StepSource, level: Level) -> tuple[Catalog, Catalog]:
         """All that a step stores, and of it the tensors that were chosen."""

@@ -35,6 +35,11 @@ def witness_folder(step_path: str) -> str:
     return join(join(above, FOLDER), name)
 
 
+def witness_of(store: Store, path: str, step: int, modified: float) -> Witness | None:
+    """What the hook left of the step in the folder ``path``; None for the root itself, beside which nothing is read."""
+    return read_witness(store, witness_folder(path), step, modified) if path else None
+
+
 def read_witness(store: Store, folder: str, step: int, modified: float = 0.0) -> Witness | None:
     """The witness of ``step`` in ``folder``; None where there is no part of one.
 
