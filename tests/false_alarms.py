@@ -1,4 +1,4 @@
-"""Findings over short real trainings from fresh seeds, of which all are false: ``python -m tests.false_alarms [SEEDS]``.
+"""Findings over short real trainings, of which all are false: ``python -m tests.false_alarms [SEEDS]``.
 
 Each seed is trained by every optimizer and schedule of ``tests/invariants/test_motion_steps.py``.
 """
