@@ -163,9 +163,10 @@ def test_layer_file_of_another_step_on_one_rank(run):
     shutil.copy(run / "global_step3" / LAYER, run / "global_step6" / LAYER)
     report = report_on(run)
     assert report["exit_code"] == VIOLATED
-    finding = the("REP001", report)
-    assert "tp=1" in finding["message"]
-    assert finding["minority"] == [{"tp": 1}]
+    # A file of another save explains that it differs from the other ranks' and doesn't fit its masters.
+    finding = the("MOT003", report)
+    assert {"REP001", "CST001"} <= set(finding["consequences"])
+    assert {location["coordinate"]["tp"] for location in finding["locations"]} == {1}
     assert finding["intervals"][0]["first_bad"] == 6
 
 
@@ -175,8 +176,7 @@ def test_layer_file_of_another_step_on_one_rank_of_two(tmp_path):
     shutil.copy(tmp_path / "global_step110" / LAYER, tmp_path / "global_step120" / LAYER)
     report = report_on(tmp_path)
     assert report["exit_code"] == VIOLATED
-    # The replicated tensors of the file differ from the other rank's; the others don't fit their masters.
-    assert ids(report) == ["REP001", "CST001"]
+    assert ids(report) == ["MOT003"]
     assert report["last_good_step"] == 110
 
 
@@ -368,17 +368,25 @@ def test_folder_of_random_files_is_told_what_was_looked_for(tmp_path):
     code, output, errors = check(tmp_path)
     assert (code, output) == (NOTHING, b"")
     assert b"Looked for" in errors
-    assert b"layer_*-model_*-model_states.pt" in errors
+    assert b"layer_*-model_states.pt" in errors
     assert b"mp_rank_*_model_states.pt" in errors
 
 
-def test_folder_with_half_of_a_format_is_told_what_came_nearest(run):
+def test_a_pipeline_without_any_of_its_layer_files_is_a_pipeline_still(run):
     for path in run.glob("*/layer_*"):
+        path.unlink()
+    report = report_on(run)
+    assert report["exit_code"] == VIOLATED
+    assert any(location["file"].endswith(LAYER) for location in the("INT001", report)["locations"])
+
+
+def test_folder_with_half_of_a_format_is_told_what_came_nearest(run):
+    for path in (*run.glob("*/layer_*"), *run.glob("*/mp_rank_*")):
         path.unlink()
     code, _, errors = check(run)
     assert code == NOTHING
-    assert b"nearest: global_step3" in errors
-    assert b"mp_rank files but no layer_" in errors
+    assert b"nearest: " in errors
+    assert b"global_step3/bf16_zero_pp_rank" in errors
 
 
 def test_files_of_the_right_names_and_nothing_in_them(tmp_path):

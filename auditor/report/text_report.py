@@ -190,9 +190,14 @@ def _onsets(interval: Interval) -> Iterator[str]:
         yield f"    first seen   {phrase}"
     if len(interval.growth) > 1:
         label = {"largest difference": "largest |Δ|", "distance by sketch": "distance ≈ ", "elements": "elements   "}
-        phrase = " → ".join(f"{amount:.2g}" for _, amount in interval.growth[:8])
+        phrase = " → ".join(_size(size) for _, size in interval.growth[:8])
         more = " → …" if len(interval.growth) > 8 else ""
         yield f"    {label[interval.measure]}  {phrase}{more}{_law_phrase(interval)}"
+
+
+def _size(size: float) -> str:
+    """A count as it is, any other number to two digits."""
+    return f"{size:.0f}" if size.is_integer() else f"{size:.2g}"
 
 
 def _law_phrase(interval: Interval) -> str:
