@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.adapters.optax_paths import Path
-from auditor.adapters.optax_record import numbers, record, recorded_step
-from auditor.adapters.optax_tree import Leaf, OptaxTree
+from auditor.adapters.optax.paths import Path
+from auditor.adapters.optax.record import numbers, record, recorded_step
+from auditor.adapters.optax.tree import Leaf, OptaxTree
 from auditor.containers.state_array import Plain, StateArray, Stretch, num_stored
 from auditor.model.catalog import Role, c_strides
 from auditor.model.dtype import DTYPES, DType

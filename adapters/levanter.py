@@ -17,12 +17,12 @@ from typing import Any
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.adapters.hugging_face_files import open_json
-from auditor.adapters.optax_tree import Leaf
-from auditor.adapters.orbax_arrays import DOCUMENTS, FileArrays, StoredArray
-from auditor.adapters.orbax_tensors import Found, OrbaxFiles, OrbaxTensors
+from auditor.adapters.hugging_face.files import open_json
+from auditor.adapters.optax.tree import Leaf
+from auditor.adapters.orbax.arrays import DOCUMENTS, FileArrays, StoredArray
+from auditor.adapters.orbax.tensors import Found, OrbaxFiles, OrbaxTensors
 from auditor.adapters.step_file import Opened
-from auditor.adapters.zarr_tree_files import files_below
+from auditor.adapters.zarr_tree.files import files_below
 from auditor.containers.zarr_array import ZarrArray
 from auditor.model.catalog import Catalog, FileState, Scalar
 from auditor.model.dtype import DTYPES

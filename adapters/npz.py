@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from auditor.adapters.optax_paths import MODELS
-from auditor.adapters.optax_tree import OptaxTree
+from auditor.adapters.optax.paths import MODELS
+from auditor.adapters.optax.tree import OptaxTree
 from auditor.adapters.state_files import StateFile, StateFiles
 from auditor.containers.npz_file import read_npz
 from auditor.storage.store import Handle

@@ -1,7 +1,7 @@
 """Formats in which a step is one file that holds a state as a tree, or a folder with a few such files.
 
 The steps of a run are files beside one another, or folders. Which array is a moment of which parameter is told by the
-structure of the state (:mod:`auditor.adapters.optax_tree`).
+structure of the state (:mod:`auditor.adapters.optax.tree`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Protocol
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.jax_state import StatePlacing, Stored, stored
-from auditor.adapters.optax_paths import Path
-from auditor.adapters.optax_tree import OptaxTree
+from auditor.adapters.optax.paths import Path
+from auditor.adapters.optax.tree import OptaxTree
 from auditor.adapters.step_file import Opened
 from auditor.containers.damage import DamagedError
 from auditor.containers.state_array import Plain, StateArray

@@ -68,7 +68,7 @@ def item(torch, width):
 MEASURED = """
 import json, resource, sys, time
 from auditor.adapters.adapter import Folder, Match, Options
-from auditor.adapters.dcp import TorchDcp
+from auditor.adapters.dcp.adapter import TorchDcp
 from auditor.invariants.coverage import pieces_tile_tensors
 from auditor.model.observation import unobserved
 from auditor.model.run import StepEvidence

@@ -71,7 +71,7 @@ def by_tensorstore(folder):
 
 def by_auditor(folder):
     from auditor.adapters.adapter import Folder, Options
-    from auditor.adapters.orbax import Orbax
+    from auditor.adapters.orbax.adapter import Orbax
     from auditor.storage.local import LocalStore
 
     store, adapter = LocalStore(folder), Orbax()

@@ -26,7 +26,11 @@ def test_wheel_holds_every_source_file_and_nothing_else(wheel):
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "auditor").rglob("*")
         if path.suffix in kinds and path.is_file() and "adapters" not in path.relative_to(ROOT).parts
-    } | {f"auditor/adapters/{path.name}" for path in (ROOT / "adapters").iterdir() if path.suffix in kinds}
+    } | {
+        f"auditor/{path.relative_to(ROOT).as_posix()}"
+        for path in (ROOT / "adapters").rglob("*")
+        if path.suffix in kinds
+    }
     built = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert tree == built
     assert "auditor/py.typed" in built

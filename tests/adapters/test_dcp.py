@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from auditor.adapters.adapter import Folder, Match, Options
-from auditor.adapters.dcp import TorchDcp
+from auditor.adapters.dcp.adapter import TorchDcp
 from auditor.adapters.registry import recognise
 from auditor.audit import audit
 from auditor.discovery import discover

@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from auditor.adapters.adapter import Declined, Folder, Options
-from auditor.adapters.dcp import TorchDcp
+from auditor.adapters.dcp.adapter import TorchDcp
 from auditor.audit import audit
 from auditor.model.catalog import FileState, Role
 from auditor.model.mesh import Coordinate

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from auditor.adapters.adapter import Folder, Match, Options
-from auditor.adapters.deepspeed import DeepSpeed
-from auditor.adapters.deepspeed_pipeline import DeepSpeedPipeline
-from auditor.adapters.deepspeed_universal import DeepSpeedUniversal
+from auditor.adapters.deepspeed.adapter import DeepSpeed
+from auditor.adapters.deepspeed.pipeline import DeepSpeedPipeline
+from auditor.adapters.deepspeed.universal import DeepSpeedUniversal
 from auditor.audit import audit
 from auditor.model.catalog import FileState, Role
 from auditor.model.finding import Severity

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options
-from auditor.adapters.deepspeed_pipeline import DeepSpeedPipeline
+from auditor.adapters.deepspeed.pipeline import DeepSpeedPipeline
 from auditor.audit import audit
 from auditor.model.catalog import FileState, ProblemKind, Role
 from auditor.model.finding import Severity

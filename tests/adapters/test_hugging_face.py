@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options
-from auditor.adapters.hugging_face import HuggingFace
-from auditor.adapters.hugging_face_config import MAX_LAYERS, implied
-from auditor.adapters.hugging_face_tensors import model_order
+from auditor.adapters.hugging_face.adapter import HuggingFace
+from auditor.adapters.hugging_face.config import MAX_LAYERS, implied
+from auditor.adapters.hugging_face.tensors import model_order
 from auditor.adapters.registry import recognise
 from auditor.audit import audit
 from auditor.model.catalog import FileState, Role

@@ -9,11 +9,11 @@ from types import ModuleType
 import pytest
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options
-from auditor.adapters.dcp import TorchDcp
-from auditor.adapters.megatron_dist import MegatronDist
-from auditor.adapters.megatron_dist_catalog import lost_objects
-from auditor.adapters.megatron_dist_names import cut, read_key
-from auditor.adapters.megatron_dist_tensors import _Held, unflattened
+from auditor.adapters.dcp.adapter import TorchDcp
+from auditor.adapters.megatron_dist.adapter import MegatronDist
+from auditor.adapters.megatron_dist.catalog import lost_objects
+from auditor.adapters.megatron_dist.names import cut, read_key
+from auditor.adapters.megatron_dist.tensors import _Held, unflattened
 from auditor.adapters.registry import recognise
 from auditor.audit import audit
 from auditor.discovery import discover

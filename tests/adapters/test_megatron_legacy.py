@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options
-from auditor.adapters.megatron_legacy import MegatronLegacy
+from auditor.adapters.megatron_legacy.adapter import MegatronLegacy
 from auditor.adapters.megatron_names import Placed, Sizes, core_sizes_from, place
 from auditor.audit import audit
 from auditor.discovery import discover

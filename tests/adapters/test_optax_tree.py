@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 
 from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.adapters.optax_record import numbers, record, recorded_step
-from auditor.adapters.optax_tree import Leaf, OptaxTree
+from auditor.adapters.optax.record import numbers, record, recorded_step
+from auditor.adapters.optax.tree import Leaf, OptaxTree
 from auditor.model.catalog import Role
 from auditor.model.dtype import DTYPES
 from tests.paths import ROOT

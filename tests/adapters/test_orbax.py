@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options
-from auditor.adapters.orbax import Orbax
-from auditor.adapters.orbax_metadata import Sharding
-from auditor.adapters.orbax_mosaic import mosaic
+from auditor.adapters.orbax.adapter import Orbax
+from auditor.adapters.orbax.metadata import Sharding
+from auditor.adapters.orbax.mosaic import mosaic
 from auditor.audit import audit
 from auditor.containers.ocdbt import read_database
 from auditor.model.catalog import Role

@@ -238,7 +238,7 @@ class Plain:
 
     def __init__(self):
         from auditor.adapters.adapter import Folder, Options
-        from auditor.adapters.orbax import Orbax
+        from auditor.adapters.orbax.adapter import Orbax
 
         self.objects = objects_of(PLAIN)
         store, adapter = MemoryStore(self.objects), Orbax()

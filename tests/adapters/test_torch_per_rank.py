@@ -9,7 +9,7 @@ import pytest
 from auditor.adapters.adapter import Declined, Folder, Match, Options
 from auditor.adapters.optimizer_index import IndexedState, attach, consecutive, indexed_state, split_by_decay
 from auditor.adapters.registry import recognise
-from auditor.adapters.torch_per_rank import TorchPerRank
+from auditor.adapters.torch_per_rank.adapter import TorchPerRank
 from auditor.audit import audit
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import FileState, ProblemKind, Role

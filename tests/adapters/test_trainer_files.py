@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from auditor.adapters.adapter import Folder, Match, Options
-from auditor.adapters.hugging_face import HuggingFace
-from auditor.adapters.hugging_face_config import implied
+from auditor.adapters.hugging_face.adapter import HuggingFace
+from auditor.adapters.hugging_face.config import implied
 from auditor.audit import audit
 from auditor.model.catalog import Role
 from auditor.model.finding import Outcome, Severity

@@ -10,8 +10,8 @@ import zarr
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options
 from auditor.adapters.registry import recognise
-from auditor.adapters.zarr_tree import ZarrTree
-from auditor.adapters.zarr_tree_files import coordinate_of
+from auditor.adapters.zarr_tree.adapter import ZarrTree
+from auditor.adapters.zarr_tree.files import coordinate_of
 from auditor.audit import audit
 from auditor.containers import zarr_array
 from auditor.exporting import export
@@ -469,7 +469,7 @@ def test_chunks_of_another_length_are_damaged():
 
 
 def test_links_that_lead_back_end(run, monkeypatch):
-    monkeypatch.setattr("auditor.adapters.zarr_tree_files._FEW_CHUNKS", 0)
+    monkeypatch.setattr("auditor.adapters.zarr_tree.files._FEW_CHUNKS", 0)
     chunks = run / "steps/9/tensors/buffer/chunked/c"
     (chunks / "2/loop").symlink_to("../..")
     shutil.rmtree(chunks / "1")

@@ -11,8 +11,8 @@ import zipfile
 
 import pytest
 
-from auditor.adapters import deepspeed_pipeline_files
 from auditor.adapters.adapter import Folder
+from auditor.adapters.deepspeed import pipeline_files as deepspeed_pipeline_files
 from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
 from auditor.containers.pickle_machine import Limits, MemoryLimitError, PickleMachine
 from auditor.containers.pickle_scan import PickleScan

@@ -58,7 +58,7 @@ def read(kind: str, data: bytes) -> None:
 def read_state(kind: str, handle: Any) -> None:
     """Read a state; what its arrays are must be told whatever they are called."""
     from auditor.adapters.jax_state import stored
-    from auditor.adapters.optax_tree import Leaf, OptaxTree
+    from auditor.adapters.optax.tree import Leaf, OptaxTree
     from auditor.containers.flax_msgpack import read_flax
     from auditor.containers.npz_file import read_npz
 
@@ -112,7 +112,7 @@ def read_ocdbt(data: bytes) -> None:
 
 def read_zarr(data: bytes) -> None:
     """Read documents of Zarr, and those that Orbax writes."""
-    from auditor.adapters.orbax_metadata import read_shardings, read_step_metadata, read_tree, read_written
+    from auditor.adapters.orbax.metadata import read_shardings, read_step_metadata, read_tree, read_written
     from auditor.containers.json_document import parse_json
     from auditor.containers.zarr_array import node_of
     from auditor.containers.zarr_v2 import array_of

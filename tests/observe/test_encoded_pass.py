@@ -7,7 +7,7 @@ import pytest
 import zarr
 
 from auditor.adapters.adapter import Folder, Options
-from auditor.adapters.zarr_tree import ZarrTree
+from auditor.adapters.zarr_tree.adapter import ZarrTree
 from auditor.model.pairing import Pairing, PairKind
 from auditor.observe import plan as planning
 from auditor.observe.one_pass import observe, wanted_rows

@@ -8,7 +8,7 @@ import zarr
 
 import auditor
 from auditor.adapters.adapter import Options
-from auditor.adapters.deepspeed_pipeline import DeepSpeedPipeline
+from auditor.adapters.deepspeed.pipeline import DeepSpeedPipeline
 from auditor.containers.zarr_names import escape, unescape
 from auditor.discovery import discover
 from auditor.storage.local import LocalStore

@@ -1,0 +1,1 @@
+"""DeepSpeed: its engine, pipelines and universal checkpoints."""

@@ -1,0 +1,99 @@
+"""Hugging Face folders: what ``save_pretrained`` and the Trainer write, one file of weights or several with an index.
+
+A folder stores every tensor once, whole, so there is no mesh. Buffers can't be told from parameters. Names are those
+of the files. What the model must hold is told by ``config.json`` for the architectures that are known.
+Source: huggingface/transformers ``modeling_utils.py``, ``trainer.py`` (5.24); huggingface/peft for adapters.
+"""
+
+from __future__ import annotations
+
+import re
+
+from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
+from auditor.adapters.hugging_face.catalog import HuggingFaceReading
+from auditor.adapters.hugging_face.files import ADAPTER_KINDS, MODEL_KINDS, open_json, open_weights
+from auditor.adapters.hugging_face.sets import WeightSet, find_set
+from auditor.adapters.hugging_face.trainer_files import TRAINER_STATE
+from auditor.model.catalog import Catalog
+from auditor.storage.store import Store, base_name
+
+_STEP_FOLDER = re.compile(
+    r"(?:.*[-_.])?(?:checkpoint|ckpt|step|steps|iter|global_step)[-_]?(\d{1,15})|(\d{1,15})", re.A
+)
+_OWN_NAME = re.compile(r"checkpoint-(\d{1,15})", re.A)
+_DEEPSPEED = re.compile(r".*_(?:model|optim)_states\.pt")
+_DEEPSPEED_FOLDER = re.compile(r"global_step\d+", re.A)
+
+
+class HuggingFace:
+    """The adapter."""
+
+    name = "hugging-face"
+    looks_for = "model.safetensors, pytorch_model.bin or adapter_model.*, or several such files with an index of them"
+
+    def recognise(self, store: Store, folder: Folder) -> Match | Declined:
+        """By the names of the weights, and by what their index or first file says."""
+        foreign = _foreign(store, folder)
+        if foreign:
+            return Declined(foreign, 0.4)
+        found = (find_set(store, folder, kind) for kind in (*MODEL_KINDS, *ADAPTER_KINDS))
+        weights = next(filter(None, found), None)
+        if weights is None:
+            near = 0.3 if "config.json" in folder.files else 0.0
+            return Declined(
+                "it holds no model.safetensors, pytorch_model.bin or adapter_model.*, nor parts of one", near
+            )
+        step, reason, named = _step(store, folder)
+        return Match(step, f"{_evidence(store, folder, weights)}; {reason}", named)
+
+    def pointer(self, store: Store, folder: Folder) -> Pointer | None:
+        """None: nothing names the step to resume from, the Trainer takes the highest number."""
+        return None
+
+    def read(self, store: Store, folder: Folder, match: Match, options: Options) -> Catalog:
+        """The Catalog of one folder."""
+        return HuggingFaceReading(store, folder, options).catalog(match.step, self.name)
+
+
+def _foreign(store: Store, folder: Folder) -> str:
+    """Why the folder is another framework's although it holds such names; empty where it isn't."""
+    if ".metadata" in folder.files:
+        return "it holds .metadata, as distributed checkpoints do"
+    places = [folder]
+    places += [
+        Folder.read(store, sub.name) for name, sub in folder.folders.items() if _DEEPSPEED_FOLDER.fullmatch(name)
+    ]
+    for place in places:
+        states = [name for name in place.files if _DEEPSPEED.fullmatch(name)]
+        if states:
+            where = f"{base_name(place.path)}/" if place is not folder else ""
+            return f"its state is DeepSpeed's: it holds {where}{states[0]}"
+    return ""
+
+
+def _evidence(store: Store, folder: Folder, weights: WeightSet) -> str:
+    """What in the folder's content says that it is of this format."""
+    index = weights.index
+    if index is not None and index.weight_map:
+        return f"{index.opened.name} names {len(weights.names)} files"
+    for name in weights.names:
+        if name in folder.files:
+            opened = open_weights(store, folder, name, weights.kind)
+            if opened.content is not None:
+                return f"{name} holds {len(opened.content.arrays)} tensors"
+    return f"{next(iter(weights.names), weights.kind.index)} by name, nothing of it could be read"
+
+
+def _step(store: Store, folder: Folder) -> tuple[int, str, int | None]:
+    """The step, where it is from, and what a folder that the Trainer named says beside what is recorded."""
+    name = folder_name(store, folder)
+    if TRAINER_STATE in folder.files:
+        state = open_json(store, folder, TRAINER_STATE).content or {}
+        step = state.get("global_step")
+        if type(step) is int and 0 <= step < 1 << 53:
+            named = _OWN_NAME.fullmatch(name)
+            return step, f"{TRAINER_STATE} records global_step={step}", int(named[1]) if named else None
+    found = _STEP_FOLDER.fullmatch(name)
+    if found:
+        return int(found[1] or found[2]), "its step is the folder's number", None
+    return 0, "nothing tells a step", None

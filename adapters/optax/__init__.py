@@ -1,0 +1,1 @@
+"""What optax's states hold."""

@@ -1,0 +1,173 @@
+"""Tensors and pieces of an Orbax checkpoint: a piece a chunk, its coordinate that of the rank that wrote it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.optax.record import numbers, record
+from auditor.adapters.optax.tree import Leaf, OptaxTree
+from auditor.adapters.orbax.arrays import Chunk, StoredArray
+from auditor.adapters.orbax.mosaic import Mosaic, coordinate_of
+from auditor.adapters.step_file import Opened
+from auditor.containers.elements import number_of
+from auditor.containers.encoded import open_file
+from auditor.containers.zarr_array import Position, ZarrArray
+from auditor.model.catalog import File, FileState, c_strides
+from auditor.model.dtype import UINT8, DType
+from auditor.model.encoding import EncodingBuilder
+from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
+from auditor.storage.store import StorageError, Store, read_bytes
+
+MAX_NAMED = 256
+"""Missing chunks of one array that are named; the rest is a gap in the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An array of the tree that is there, with shape and dtype."""
+
+    leaf: Leaf
+    stored: StoredArray
+    array: ZarrArray
+    dtype: DType
+    item: str
+    """Path of its item."""
+    how: Mosaic | None = None
+    undetermined: str = ""
+    lost_in: str = ""
+    """The file without which the array is not to be had, though it is known what it was."""
+
+
+class OrbaxFiles:
+    """The Catalog's files, each once; what lies in them under codecs is collected chunk by chunk."""
+
+    def __init__(self, builder: CatalogBuilder) -> None:
+        self.builder = builder
+        self.numbers: dict[str, int] = {}
+        self.states: dict[str, FileState] = {}
+        self._encodings: dict[int, EncodingBuilder] = {}
+
+    def add(self, path: str, opened: Opened[Any], container: str, place: Coordinate = EVERYWHERE) -> int:
+        """Add a file by its path below the root, or find it; its number."""
+        if path not in self.numbers:
+            size, identity = (opened.entry.num_bytes, opened.entry.identity) if opened.entry else (0, "")
+            file = File(path, size, identity, opened.state, place, opened.detail, container)
+            self.numbers[path], self.states[path] = self.builder.file(file), opened.state
+        return self.numbers[path]
+
+    def place(self, chunk: Chunk, codec: str, length: int, place: Coordinate) -> tuple[int, int]:
+        """File of a chunk, and where its content of ``length`` bytes begins in that file's."""
+        if chunk.entry is not None:
+            fits = codec or chunk.num_stored == length
+            told = "" if fits else f"it has {chunk.num_stored} bytes, a chunk of its array has {length}"
+            state = FileState.PRESENT if fits else FileState.DAMAGED
+            number = self.add(chunk.file, Opened(chunk.file, state, None, told, chunk.entry), "zarr", place)
+            if not codec:
+                return number, 0
+        number = self.numbers[chunk.file]
+        encoding = self._encodings.setdefault(number, EncodingBuilder())
+        if chunk.inline is not None:
+            return number, encoding.hold(length, codec, chunk.inline)
+        return number, encoding.add(length, codec, chunk.offset, chunk.num_stored)
+
+    def encode(self) -> None:
+        """Hand what was collected to the files."""
+        for number, encoding in self._encodings.items():
+            self.builder.encode(number, encoding.build())
+
+
+class OrbaxTensors:
+    """Adds the arrays of a checkpoint to the Catalog."""
+
+    def __init__(self, store: Store, builder: CatalogBuilder, files: OrbaxFiles, found: Sequence[Found]) -> None:
+        self.store, self.builder, self.files, self.found = store, builder, files, found
+        self.tree = OptaxTree([entry.leaf for entry in found])
+        self.wanted = frozenset(numbers(self.tree))
+        self.scalars: dict[int, tuple[int, int]] = {}
+        """Leaf to where its one element is."""
+
+    def add(self) -> Mesh:
+        """Add tensors, pieces, counters and groups; the mesh on which most arrays lay."""
+        meshes: Counter[Mesh] = Counter()
+        for at, entry in enumerate(self.found):
+            meaning = self.tree.meanings[at]
+            reason = entry.array.unsupported and f"{entry.array.unsupported} is not read"
+            number = self.builder.tensor(
+                meaning.name, meaning.role, entry.dtype, entry.array.shape, meaning.order,
+                stored_once=entry.how.replicated if entry.how else (),
+                placement=entry.how.placement if entry.how else None,
+                undetermined=reason or meaning.undetermined or entry.undetermined,
+            )  # fmt: skip
+            if entry.how:
+                meshes[Mesh(entry.how.sharding.axes, ordered=True)] += 1
+            self._add_pieces(at, number, entry)
+        self.files.encode()
+        self._record()
+        return max(meshes, key=lambda mesh: (meshes[mesh], mesh.axes), default=Mesh())
+
+    def _add_pieces(self, at: int, number: int, entry: Found) -> None:
+        array, stored = entry.array, entry.stored
+        if entry.lost_in or array.unsupported:
+            file = self._unread(entry) if not entry.lost_in else self.files.numbers[entry.lost_in]
+            for position in islice(array.positions(), MAX_NAMED):
+                self._lost(number, entry, file, position)
+            return
+        stored_as = entry.dtype if entry.dtype.bits >= 8 else UINT8
+        length, strides = array.chunk_bytes(stored_as), c_strides(array.chunk_shape)
+        for position, chunk in sorted(stored.chunks.items()):
+            box = array.box(position)
+            place = coordinate_of(entry.how, box.start)
+            file, offset = self.files.place(chunk, array.codec, length, place)
+            self.builder.piece(number, file, offset, box, place, key=stored.name, strides=strides)
+            if at in self.wanted and not position:
+                self.scalars[at] = file, offset
+        if len(stored.chunks) < array.num_chunks:
+            for position in islice((one for one in array.positions() if one not in stored.chunks), MAX_NAMED):
+                self._lost(number, entry, self._missing(entry, position), position)
+
+    def _lost(self, number: int, entry: Found, file: int, position: Position) -> None:
+        """The piece of a chunk that is not to be had."""
+        box = entry.array.box(position)
+        self.builder.piece(number, file, 0, box, coordinate_of(entry.how, box.start), key=entry.stored.name)
+
+    def _unread(self, entry: Found) -> int:
+        path = f"{entry.item}/{entry.stored.name}".lstrip("/")
+        detail = f"{entry.array.unsupported} is not read"
+        return self.files.add(path, Opened(path, FileState.UNREADABLE, None, detail), "zarr")
+
+    def _missing(self, entry: Found, position: Position) -> int:
+        path = f"{entry.item}/{entry.stored.name}/{entry.array.key(position)}".lstrip("/")
+        return self.files.add(path, Opened[Any].absent(path), "zarr")
+
+    # Numbers
+
+    def _record(self) -> None:
+        """Add counters and hyperparameters, which are read: they are metadata."""
+        by_file: dict[int, list[int]] = defaultdict(list)
+        for at, (file, _) in self.scalars.items():
+            by_file[file].append(at)
+        values: dict[int, float] = {}
+        for file, members in by_file.items():
+            self._read(self.builder.file_at(file), members, values)
+        paths = dict.fromkeys(self.builder.file_at(self.scalars[at][0]).name for at in values)
+        if self.found:
+            record(self.builder, self.tree, values, next(iter(paths), self.found[0].stored.document))
+
+    def _read(self, file: File, members: Sequence[int], values: dict[int, float]) -> None:
+        if file.state is not FileState.PRESENT:
+            return
+        try:
+            with open_file(self.store, file) as handle:
+                for at in members:
+                    dtype = self.found[at].dtype
+                    value = number_of(read_bytes(handle, self.scalars[at][1], dtype.bits // 8), dtype)
+                    if value is not None:
+                        values[at] = value
+        except StorageError:
+            # What can't be read is told by the pass, which reads it again.
+            return

@@ -1,0 +1,1 @@
+"""Zarr trees as docs/zarr-layout.md has them."""
