@@ -237,7 +237,7 @@ def test_a_first_moment_that_its_second_can_not_bound():
 
 @pytest.mark.parametrize("name", DATA)
 def test_a_data_file_of_another_step(name):
-    """Sizes fit. That it is of the save before explains weights that don't round from masters, and moments that don't fit."""
+    """Sizes fit. That it is stale explains weights that don't round from masters, and moments that don't fit."""
     objects = run_of()
     assert len(objects[f"{STEP}/{name}"]) == len(objects[f"{FIRST}/{name}"])
     objects[f"{STEP}/{name}"] = objects[f"{FIRST}/{name}"]
