@@ -269,7 +269,7 @@ class _Audit:
             sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
         )
         if not changed:
-            self.succession.take(evidence, judgements, self.judged)
+            self.succession.take(evidence, judgements, self.judged, recalled=bool(known))
         else:
             judgements = {key: item.doubted(changed) for key, item in judgements.items()}
             wholeness = {key: item.doubted(changed) for key, item in wholeness.items()}

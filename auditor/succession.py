@@ -18,7 +18,7 @@ from auditor.observe.joints import compare_steps, works
 from auditor.storage.store import Store
 
 FIRST_SAVE = "no earlier save of its format was looked at"
-MOST_BYTES = 1 << 30
+MOST_BYTES = 128 << 20
 """Of two saves together that are read once more and held against each other element by element, below level full."""
 
 
@@ -40,6 +40,8 @@ class Succession:
     before: dict[str, StepEvidence] = field(default_factory=dict)
     history: dict[str, History] = field(default_factory=dict)
     doubted: dict[str, frozenset[str]] = field(default_factory=dict)
+    recalled: dict[str, bool] = field(default_factory=dict)
+    """Whether the newest save so far is the very one that a ledger knows."""
     num_bytes: int = 0
     """Read for comparing the last save that was judged with the one before it."""
 
@@ -55,6 +57,9 @@ class Succession:
         judges = {item.id: item.judge_motion for item in items if item.judge_motion}
         if before is None or before.catalog.step >= after.catalog.step:
             return {identifier: Judgement(not_applicable={FIRST_SAVE: 1}) for identifier in judges}
+        if not self.recalled[name]:
+            # What was said by the save before does not hold any more where that was written anew.
+            said = {}
         history, doubted = self.history.get(name, History()), self.doubted.get(name, frozenset())
         neighbours = Neighbours(before, after, history, doubted)
         wanted = [item for item in items if item.joints and item.id not in said]
@@ -79,14 +84,19 @@ class Succession:
             return
         neighbours.joints, self.num_bytes = compare_steps(work, reader.executor)
 
-    def take(self, evidence: StepEvidence, judgements: Mapping[str, Judgement], items: Sequence[Invariant]) -> None:
-        """Let a save be the one before the next; tensors with an error in it are doubted there."""
+    def take(
+        self, evidence: StepEvidence, judgements: Mapping[str, Judgement], items: Sequence[Invariant], *, recalled: bool
+    ) -> None:
+        """Let a save be the one before the next; tensors with an error in it are doubted there.
+
+        ``recalled``: whether a ledger knows it as it is.
+        """
         name = evidence.catalog.format
         known = self.before.get(name)
         if known is not None and known.catalog.step >= evidence.catalog.step:
             return
         self.history.setdefault(name, History()).add(known, evidence)
-        self.before[name] = evidence
+        self.before[name], self.recalled[name] = evidence, recalled
         severities = {item.id: item.severity for item in items}
         places = [
             location
