@@ -36,7 +36,7 @@ from auditor.observe.executors import executor_of
 from auditor.observe.kernel_choice import choose
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.shares import Everything, Joined, Runner, Share
-from auditor.reports import REACHED, Report, RunReport, StepReport, step_from_ledger
+from auditor.reports import REACHED, Report, RunReport, StepReport, step_from_ledger, unread
 from auditor.settings import DEFAULTS, Level, Settings
 from auditor.storage.retrying import RetryingStore
 from auditor.storage.store import Entry, Store, num_readers
@@ -258,7 +258,7 @@ class _Audit:
         report.coverage.add(full, catalog, observations)
         named = source.match.named_step
         witness = witness_of(self.store, folder.path, full.step, modified) if level >= Level.REPLICAS else None
-        evidence = StepEvidence(catalog, observations, _unread(level), self.settings.strict_buffers, named, witness)
+        evidence = StepEvidence(catalog, observations, unread(level), self.settings.strict_buffers, named, witness)
         judgements = self.judge(evidence, level, self.judged)
         judgements |= self.judge_motion(evidence, level, known)
         report.coverage.num_bytes_reread += self.succession.num_bytes
@@ -309,7 +309,8 @@ class _Audit:
         whole = isinstance(self.runner, Everything)
         why_not = "" if whole else "saves are not compared element by element where the work is shared out"
         reader = Reader(self.store, self.executor, math.inf if level >= Level.FULL else MOST_BYTES, why_not)
-        said = self.keeper.repeated(known, level.name) if self.keeper and known else {}
+        levels = {one.name for one in Level if one == level or one >= level >= Level.VALUES}
+        said = self.keeper.repeated(known, levels) if self.keeper and known else {}
         return self.succession.judge(evidence, self.reached(level, self.judged), reader, said)
 
     def asked(self, catalog: Catalog, level: Level) -> Asked:
@@ -393,7 +394,3 @@ def _failures(catalog: Catalog, failures: Mapping[int, str]) -> tuple[str, ...]:
     files = catalog.files
     read = [f"{files[at].name}: {text}" for at, text in failures.items() if files[at].state is FileState.PRESENT]
     return (*listed, *read)
-
-
-def _unread(level: Level) -> str:
-    return f"not all weights are read at level {level.name.lower()}" if level < Level.VALUES else ""

@@ -23,6 +23,11 @@ REACHED = {
 """The lowest level at which an invariant can speak."""
 
 
+def unread(level: Level) -> str:
+    """Why nothing is known of weights at a level; empty where it is."""
+    return f"not all weights are read at level {level.name.lower()}" if level < Level.VALUES else ""
+
+
 @dataclass(slots=True)
 class Coverage:
     """How much of what is there was looked at."""

@@ -206,11 +206,12 @@ def test_everything_that_a_catalog_holds_besides_pieces_comes_back(tmp_path, tar
     for tensor in (number, other):
         builder.piece(tensor, 0, 0, whole((4,)), place)
     builder.scalars += [
-        Scalar("optimizer_step", 5.0, "run/a.bin", place, "w", FLOAT32), Scalar("loss", float("nan"), "run/a.bin"),
+        Scalar("optimizer_step", 5.0, "run/a.bin", place, "w", FLOAT32, "adam"),
+        Scalar("loss", float("nan"), "run/a.bin"),
     ]  # fmt: skip
     builder.problems.append(Problem(ProblemKind.SHAPE, "run/a.bin", "differs", place, "w", 3, True))
     values = {"lr": 0.1, "betas": (0.9, 0.99), "amsgrad": False, "x": None, "name": "adam", "max": float("inf")}
-    builder.groups.append(ParameterGroup(2, "run/a.bin", place, "adamw", values, ("w", "v"), 5.0))
+    builder.groups.append(ParameterGroup(2, "run/a.bin", place, "adamw", values, ("w", "v"), 5.0, from_state=True))
     builder.groups.append(ParameterGroup(3, "run/a.bin"))
     builder.ties.append(Tie(("w", "v"), "config.json"))
     catalog = builder.build(4, "run", "any", NO_MESH, {}, ())
@@ -563,7 +564,7 @@ def test_two_exports_at_once(source, target):
     descriptor = os.open(target, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with pytest.raises(LockedError, match="another export"):
+        with pytest.raises(LockedError, match="another process of the auditor"):
             export(LocalStore(source), str(target))
         assert cli("export", source, target).returncode == 11
     finally:

@@ -137,9 +137,19 @@ def _judge_form(neighbours: Neighbours, found: Collected, role: Role, name: str,
     if not changes:
         found.num_holds += 1
         return
+    if not (_is_known(neighbours.before.catalog, old) and _is_known(neighbours.after.catalog, new)):
+        # What can't be read may say anything of itself.
+        found.unknown("a file of one of the two saves is not there or can't be read", name)
+        return
     detail = f"has {' and '.join(changes)} in step {neighbours.before.catalog.step}"
     location = of_tensor(neighbours.after, new, other.num_elements, detail)
     found.violations.append(Violation(name, (location,), f"{name} ({role.value}) {detail}", severity=Severity.WARNING))
+
+
+def _is_known(catalog: Catalog, number: int) -> bool:
+    """Whether a tensor's files are there and could be read."""
+    files = set(catalog.pieces.file[catalog.pieces.tensor == number].tolist())
+    return bool(files) and all(catalog.files[file].state is FileState.PRESENT for file in files)
 
 
 def _lost(neighbours: Neighbours, role: Role, name: str, number: int) -> Violation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -177,10 +177,10 @@ class Keeper:
                 others.setdefault(account.lineage[-1][0], {})[account.step] = account
         return [_branch(number, accounts) for number, accounts in sorted(others.items())]
 
-    def repeated(self, known: Recalled, level: str) -> Mapping[str, Judgement]:
-        """What was said of a step by the same choices and version at this level; nothing where they were others."""
+    def repeated(self, known: Recalled, levels: Collection[str]) -> Mapping[str, Judgement]:
+        """What was said of a step by the same choices and version at one of these levels; else nothing."""
         said = known.record.account.said
-        same = (said.choices, said.tool, said.level) == (self.choices, __version__, level)
+        same = (said.choices, said.tool) == (self.choices, __version__) and said.level in levels
         return said.judgements if same else {}
 
     def said(

@@ -99,4 +99,5 @@ def test_another_mesh_at_the_next_step(job):
     assert run.findings == []
     assert [holding(run, step, "REP001") for step in (1, 2)] == [3, 0]
     assert [holding(run, step, "INT014") for step in (1, 2)] == [3, 3]
-    assert not run.undetermined()
+    # Nothing is trained between the saves.
+    assert {identifier for identifier, _ in run.undetermined()} <= {"MOT004"}

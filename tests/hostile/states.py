@@ -58,7 +58,13 @@ MSGPACKS = [
     state("negative extent", "shape", saying((-4, 1))),
     state("other length", "shape", saying((5,))),
     state("key twice", "which of the two it is", lambda: b"\x82\xa1a\x01\xa1a\x02"),
-    state("control characters", "names", lambda: pack({"params": {"\x1b[2J\u202e": np.ones(3, np.float32)}}), 0),
+    state(
+        "control characters",
+        "names",
+        lambda: pack({"params": {"\x1b[2J\u202e": np.ones(3, np.float32)}}),
+        0,
+        "flax-msgpack",
+    ),
 ]
 NPZS = [
     npz("code as header", "that it is a dictionary", b"__import__('os').system('touch /tmp/owned')", 4,

@@ -42,7 +42,9 @@ def read(found):
 def test_a_second_audit_reads_nothing_and_says_the_same(path, level, tmp_path):
     without = report(path, None, level=level)
     first, second = (report(path, tmp_path / "ledger", level=level) for _ in range(2))
-    assert read(first) == read(without) > 0
+    # At full, files without checksums of their own are read for the digests that a ledger keeps.
+    assert read(first) >= read(without) > 0
+    assert level is Level.FULL or read(first) == read(without)
     assert read(second) == 0
     assert said(first) == said(second) == said(without)
     assert all(step.recalled for run in second.runs for step in run.steps)
