@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from auditor.audit import audit
+from auditor.containers.witness_file import read_part
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 from auditor.verdict import ExitCode, exit_code
@@ -158,7 +159,9 @@ def test_most_of_a_step_saved_again_without_the_hook(healthy):
 
     for path in (healthy / "step-30").iterdir():
         shutil.copyfile(path, healthy / "step-20" / path.name)
-    taken = witness(healthy, 20, 0).stat().st_mtime
+    part = witness(healthy, 20, 0)
+    with LocalStore(part.parent).open(part.name) as handle:
+        taken = read_part(handle, part.name).taken
     for path in (healthy / "step-20").iterdir():
         os.utime(path, (taken + 60, taken + 60))
     assert "INT014" in {finding.id for finding in checked(healthy, ignore=("INT005", "INT011", "MOT"))[1].findings}
