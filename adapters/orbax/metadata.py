@@ -110,6 +110,13 @@ def _leaf(row: Any) -> TreeLeaf:
     return TreeLeaf(path, name, not empty and name != "string")
 
 
+def _dictionary(handle: Handle) -> dict[str, Any]:
+    document = read_json(handle)
+    if not isinstance(document, dict):
+        raise DamagedError("it is no dictionary")
+    return document
+
+
 def read_shardings(handle: Handle) -> Shardings:
     """Read ``_sharding``; shardings that say nothing of a mesh are left out.
 
@@ -117,9 +124,7 @@ def read_shardings(handle: Handle) -> Shardings:
         DamagedError: it is no such document.
         StorageError: storage failed.
     """
-    document = read_json(handle)
-    if not isinstance(document, dict):
-        raise DamagedError("it is no dictionary")
+    document = _dictionary(handle)
     found: dict[str, Sharding | None] = {}
     parsed: dict[str, tuple[Sharding | None, bool]] = {}
     for key, text in document.items():
@@ -195,7 +200,5 @@ def read_step_metadata(handle: Handle) -> bool:
         DamagedError: it is no such document.
         StorageError: storage failed.
     """
-    document = read_json(handle)
-    if not isinstance(document, dict):
-        raise DamagedError("it is no dictionary")
+    document = _dictionary(handle)
     return document.get("commit_timestamp_nsecs") is not None

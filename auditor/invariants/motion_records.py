@@ -148,7 +148,8 @@ def _judge_form(neighbours: Neighbours, found: Collected, role: Role, name: str,
 
 def _is_known(catalog: Catalog, number: int) -> bool:
     """Whether a tensor's files are there and could be read."""
-    files = set(catalog.pieces.file[catalog.pieces.tensor == number].tolist())
+    rows = catalog.rows_by_tensor.get(number, ())
+    files = set(catalog.pieces.file[rows].tolist()) if len(rows) else ()
     return bool(files) and all(catalog.files[file].state is FileState.PRESENT for file in files)
 
 

@@ -85,13 +85,8 @@ def _load(part: Part, number: int, handle: Handle) -> NDArray[np.float64]:
     first, last = part.extent(side)
     buffer = np.empty(last - first, np.uint8)
     handle.read_into(first, memoryview(buffer))  # type: ignore[arg-type]
-    values = view(buffer.view(side.dtype.carrier), part.shape, part_strides(part, number))
+    values = view(buffer.view(side.dtype.carrier), part.shape, side.strides)
     return to_float64(np.ascontiguousarray(values).reshape(-1), side.dtype)
-
-
-def part_strides(part: Part, number: int) -> tuple[int, ...]:
-    """Elements between neighbours of a part in a side's file."""
-    return part.cell.sides[number].strides
 
 
 def _result(row: int, beyond: NDArray[np.float64], starts: NDArray[np.int64], length: int) -> JointResult:
