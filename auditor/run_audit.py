@@ -1,0 +1,156 @@
+"""The audit of one run: its steps one after the other, then what they say together.
+
+Of a step that is done only judgements stay, so memory does not grow with weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, date, datetime
+
+from auditor.bisecting import few_steps
+from auditor.containers.ahead import reading_ahead
+from auditor.discovery import RunSource, StepSource
+from auditor.ledger.keeper import Keeper, run_name
+from auditor.ledger.tree import Ledger
+from auditor.model.finding import Finding, Judgement
+from auditor.model.run import Commit, PointerState, RunState, decide_commits
+from auditor.model.waiver import apply_baseline, apply_waivers
+from auditor.reports import RunReport, StepReport, step_from_ledger
+from auditor.settings import Level, Settings
+from auditor.step_audit import StepAudit
+from auditor.storage.store import Entry
+from auditor.succession import Succession
+from auditor.timeline.findings import findings, findings_of_no_step
+from auditor.timeline.last_good import last_good
+
+
+@dataclass(frozen=True, slots=True)
+class RunAudit:
+    """How every run below a path is audited."""
+
+    of_step: StepAudit
+    ledger: Ledger | None = None
+    run_name: str = ""
+
+    @property
+    def settings(self) -> Settings:
+        """All choices."""
+        return self.of_step.settings
+
+    def run(self, source: RunSource) -> RunReport:
+        """Audit one run."""
+        begun = time.monotonic()
+        report = RunReport(source.path, unrecognised=source.unrecognised, chosen=self.of_step.chosen)
+        sources = self.chosen_steps(source)
+        pointers = tuple(PointerState(pointer.file, pointer.target) for pointer in source.pointers)
+        newest = source.steps[-1]
+        report.num_saved_before = source.steps.index(sources[0]) if sources else 0
+        whole_run = len(sources) == len(source.steps)
+        levels = self.of_step.listing.levels(sources, self.settings.level)
+        ahead = self.of_step.listing.weights_ahead(sources, levels)
+        job = replace(self.of_step, num_bytes_ahead=ahead, keeper=self.keeper_of(source), succession=Succession())
+
+        def look(at: int) -> StepReport:
+            return job.step(sources[at], levels[at], report, pointers, newest=sources[at] is newest)
+
+        if self.settings.bisect:
+            report.steps, report.bisected = few_steps(len(sources), look)
+            whole_run = whole_run and len(report.steps) == len(sources)
+        else:
+            for at in range(len(sources)):
+                with reading_ahead(self.of_step.store, self.coming(sources, levels, at + 1)):
+                    report.steps.append(look(at))
+        states = tuple(step.state for step in report.steps)
+        complete = bool(sources) and sources[-1] is newest
+        states = decide_commits(
+            states, pointers, self.of_step.now, self.settings.settle_seconds, newest_included=complete
+        )
+        report.steps = [replace(step, state=state) for step, state in zip(report.steps, states, strict=True)]
+        if job.keeper:
+            self.remember(job.keeper, report, source)
+        # Pointers may name steps that were not asked for: what they say of those is not judged then.
+        states = tuple(step.state for step in report.steps)
+        run = RunState(states, pointers if whole_run else (), whole_run, kept=job.keeper is not None)
+        self.conclude(report, run)
+        report.seconds = time.monotonic() - begun
+        return report
+
+    def coming(self, sources: Sequence[StepSource], levels: Sequence[Level], at: int) -> Sequence[Entry]:
+        """The files of a step whose headers will be read next."""
+        return self.of_step.listing.files(sources[at]) if at < len(sources) and levels[at] > Level.NAMES else ()
+
+    def keeper_of(self, source: RunSource) -> Keeper | None:
+        """What the ledger has of a run; None without one, or where some of the tensors alone are asked for."""
+        if self.ledger is None or self.settings.tensors:
+            return None
+        alone = source.steps[0].folder.path == source.path
+        given = f"{self.run_name}/{source.path}".rstrip("/") if self.run_name else ""
+        name = given or run_name(self.of_step.store.location, source.path, alone=alone)
+        return Keeper.of(self.ledger, name, (self.settings.strict_buffers, self.settings.options))
+
+    def remember(self, keeper: Keeper, report: RunReport, source: RunSource) -> None:
+        """Add the steps that the ledger alone knows."""
+        gone = keeper.gone({step.match.step for step in source.steps}, source.path)
+        wanted = self.settings.steps.choose(sorted({account.step for account in gone}))
+        if "latest" in self.settings.steps.text:
+            wanted = set()
+        told = [account for account in gone if account.step in wanted]
+        report.steps = sorted([*report.steps, *map(step_from_ledger, told)], key=lambda step: step.state.step)
+        report.branches, report.ledger_notes, report.unwritten = keeper.branches(), keeper.notes, keeper.unwritten
+
+    def chosen_steps(self, source: RunSource) -> list[StepSource]:
+        """Those of its steps that were asked for."""
+        chosen = self.settings.steps.choose(sorted({step.match.step for step in source.steps}))
+        return [step for step in source.steps if step.match.step in chosen]
+
+    def conclude(self, report: RunReport, run: RunState) -> None:
+        """What all steps say together: findings, and the last good step."""
+        judged: dict[int, dict[str, Judgement]] = {}
+        for step in report.steps:
+            if step.state.commit is not Commit.IN_PROGRESS:
+                known = judged.setdefault(step.state.step, {})
+                for identifier, judgement in step.judgements.items():
+                    known[identifier] = known[identifier].merged(judgement) if identifier in known else judgement
+        for item in self.of_step.judged:
+            if item.judge_run:
+                for number, judgement in item.judge_run(run).items():
+                    judged.setdefault(number, {})[item.id] = judgement
+        ids = {item.id for item in self.of_step.chosen}
+        report.steps = [
+            replace(step, judgements={k: j for k, j in judged.get(step.state.step, {}).items() if k in ids})
+            for step in report.steps
+        ]
+        report.findings = self.accept(findings(judged, self.of_step.chosen) + self.beside(report))
+        accepted = {item.id for item in report.findings if item.accepted}
+        open_ids = {item.id for item in report.findings if not item.accepted}
+        serious = {item.id for item in self.of_step.judged if item.severity >= self.settings.fail_on} - (
+            accepted - open_ids
+        )
+        good = {number: dict(found) for number, found in judged.items()}
+        for step in report.steps:
+            good.setdefault(step.state.step, {}).update(step.wholeness)
+        report.last_good, report.rejected = last_good(
+            run.steps, good, report.findings, self.settings.fail_on, serious=serious, strict=self.settings.strict
+        )
+
+    def today(self) -> date:
+        """The day on which waivers are held against their last."""
+        return datetime.fromtimestamp(self.of_step.now, UTC).date()
+
+    def beside(self, report: RunReport) -> list[Finding]:
+        """What is wrong with the configuration: one finding for every waiver that ran out."""
+        found = []
+        for item in self.of_step.chosen:
+            if item.judge_waivers:
+                judged = report.beside[item.id] = item.judge_waivers(self.settings.waivers, self.today())
+                found += findings_of_no_step(item, judged)
+        return found
+
+    def accept(self, found: list[Finding]) -> list[Finding]:
+        """The findings, marked where the user knows them."""
+        if self.settings.baseline:
+            found = apply_baseline(found, self.settings.baseline)
+        return apply_waivers(found, self.settings.waivers, self.today())

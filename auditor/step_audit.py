@@ -1,0 +1,175 @@
+"""The audit of one saved step: read its Catalog, observe, judge it by itself and by the save before it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from auditor.containers.ahead import read_ahead
+from auditor.discovery import StepSource
+from auditor.invariants.invariant import Invariant, Needs
+from auditor.ledger.keeper import Keeper, Recalled, folder_of
+from auditor.ledger.record import Asked
+from auditor.listing import Listing
+from auditor.model.catalog import Catalog, FileState
+from auditor.model.finding import Judgement
+from auditor.model.observation import Observations, unobserved
+from auditor.model.run import Commit, PointerState, StepEvidence, decide_commits, step_state, with_content
+from auditor.observe.checksums import verify_checksums
+from auditor.observe.difference import measure_differences
+from auditor.observe.kernel_choice import choose
+from auditor.observe.one_pass import observe, wanted_rows
+from auditor.observe.shares import Everything, Runner
+from auditor.reports import REACHED, RunReport, StepReport, unread
+from auditor.settings import Level, Settings
+from auditor.storage.store import Store
+from auditor.succession import MOST_BYTES, Reader, Succession
+from auditor.timeline.last_good import NEEDED
+from auditor.witnesses import witness_of
+
+Progress = Callable[[str, int], None]
+"""Told the step's path and the bytes just read."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepAudit:
+    """By what, and for what, the steps of a run are audited."""
+
+    store: Store
+    settings: Settings
+    chosen: tuple[Invariant, ...]
+    """Reported."""
+    judged: tuple[Invariant, ...]
+    """Those, and what must be known of a step to call it good."""
+    executor: Executor
+    runner: Runner
+    progress: Progress
+    now: float
+    listing: Listing
+    sketched: bool = False
+    """Whether sketches are made, for a ledger."""
+    num_bytes_ahead: int = 0
+    """About how much will be read of the run: what decides which kernels are worth their loading."""
+    keeper: Keeper | None = None
+    """What the ledger has of the run."""
+    succession: Succession = field(default_factory=Succession)
+    """Of the run under way."""
+
+    def step(
+        self, source: StepSource, level: Level, report: RunReport, pointers: Sequence[PointerState], *, newest: bool
+    ) -> StepReport:
+        """Audit one step; steps are taken in order, or at least by rising number."""
+        folder = source.folder
+        full, catalog = self.catalogs(source, level)
+        modified = self.listing.modified(source)
+        state = step_state(full, modified)
+        if newest:
+            before = [item.state for item in report.steps[-1:]]
+            *_, state = decide_commits([*before, state], pointers, self.now, self.settings.settle_seconds)
+            if state.commit is Commit.IN_PROGRESS:
+                return StepReport(state, Level.NAMES, {}, {}, mesh=full.mesh)
+        report.mesh = full.mesh
+        asked = self.asked(catalog, level)
+        known = self.keeper.recall(catalog, asked) if self.keeper else None
+        observations = known.observations if known else self.observe(catalog, asked, folder.path)
+        state = with_content(state, catalog, observations)
+        where = folder_of(self.store.location, folder.path)
+        if self.keeper and not observations.changed:
+            state = self.keeper.place(catalog, observations, state, known, where)
+        report.coverage.add(full, catalog, observations)
+        named = source.match.named_step
+        witness = witness_of(self.store, folder.path, full.step, modified) if level >= Level.REPLICAS else None
+        evidence = StepEvidence(catalog, observations, unread(level), self.settings.strict_buffers, named, witness)
+        judgements = self.judge(evidence, level, self.judged)
+        judgements |= self.judge_motion(evidence, level, known)
+        report.coverage.num_bytes_reread += self.succession.num_bytes
+        # Whether a step is whole is asked of all its tensors, whatever was selected.
+        whole = StepEvidence(full, observations if catalog is full else unobserved(full), named_step=named)
+        wholeness = self.judge(whole, level, [item for item in self.judged if item.family in NEEDED])
+        changed = tuple(
+            sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
+        )
+        if not changed:
+            self.succession.take(evidence, judgements, self.judged, recalled=bool(known))
+        else:
+            judgements = {key: item.doubted(changed) for key, item in judgements.items()}
+            wholeness = {key: item.doubted(changed) for key, item in wholeness.items()}
+        failures = _failures(catalog, {} if changed else observations.failures)
+        if self.keeper and level > Level.NAMES and not failures and not changed:
+            said = self.keeper.said(state, judgements, wholeness, level.name, full)
+            self.keeper.keep(catalog, observations, asked, said, known, where)
+        return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh, bool(known))
+
+    def catalogs(self, source: StepSource, level: Level) -> tuple[Catalog, Catalog]:
+        """All that a step stores, and of it the tensors that were chosen."""
+        options = replace(self.settings.options, names_only=level is Level.NAMES)
+        if level > Level.NAMES:
+            read_ahead(self.store, self.listing.files(source))
+        full = source.adapter.read(self.store, source.folder, source.match, options)
+        return full, full.only(self.settings.wants_tensor) if self.settings.tensors else full
+
+    def judge(self, evidence: StepEvidence, level: Level, items: Sequence[Invariant]) -> dict[str, Judgement]:
+        """What is said of a step by itself."""
+        return {item.id: item.judge_step(evidence) for item in self.reached(level, items) if item.judge_step}
+
+    @staticmethod
+    def reached(level: Level, items: Sequence[Invariant]) -> list[Invariant]:
+        """Those that can speak at a level."""
+        return [item for item in items if level >= REACHED[item.needs]]
+
+    def observe(self, catalog: Catalog, asked: Asked, path: str) -> Observations:
+        """The pass over the weights, and the targeted ones after it."""
+        seen = self.measure(catalog, asked, path)
+        if asked.differences and not seen.changed:
+            seen = measure_differences(self.store, catalog, seen)
+        if asked.checksums:
+            progress = partial(self.progress, path)
+            seen = verify_checksums(self.store, catalog, seen, self.executor, progress, digests=asked.digests)
+        return seen
+
+    def judge_motion(self, evidence: StepEvidence, level: Level, known: Recalled | None) -> dict[str, Judgement]:
+        """What is said of a step by the save before it."""
+        whole = isinstance(self.runner, Everything)
+        why_not = "" if whole else "saves are not compared element by element where the work is shared out"
+        reader = Reader(self.store, self.executor, math.inf if level >= Level.FULL else MOST_BYTES, why_not)
+        levels = {one.name for one in Level if one == level or one >= level >= Level.VALUES}
+        said = self.keeper.repeated(known, levels) if self.keeper and known else {}
+        return self.succession.judge(evidence, self.reached(level, self.judged), reader, said)
+
+    def asked(self, catalog: Catalog, level: Level) -> Asked:
+        """What the chosen invariants need to have measured."""
+        asking = [item for item in self.chosen if item.needs is Needs.WEIGHTS and level >= Level.REPLICAS]
+        pairings = [p for item in asking if item.pairings and level >= Level.VALUES for p in item.pairings(catalog)]
+        tensors = {number for item in asking if item.reads for number in item.reads(catalog)}
+        tensors.update(number for pairing in pairings for number in (pairing.left, pairing.right))
+        everything = level >= Level.VALUES and any(not item.reads and not item.pairings for item in asking)
+        checksums = level >= Level.FULL and any(item.needs is Needs.CHECKSUMS for item in self.chosen)
+        rows = wanted_rows(catalog, None if everything else tensors)
+        return Asked(
+            rows,
+            tuple(dict.fromkeys(pairings)),
+            level >= Level.REPLICAS,
+            checksums,
+            checksums and self.keeper is not None,
+        )
+
+    def measure(self, catalog: Catalog, asked: Asked, path: str) -> Observations:
+        """One pass over what was asked for."""
+        if not len(asked.rows) and not asked.pairings:
+            return unobserved(catalog)
+        progress = partial(self.progress, path)
+        kernels = choose(self.num_bytes_ahead, self.settings.kernels).name
+        return observe(
+            self.store, catalog, asked.rows, self.runner, progress, asked.pairings, kernels, sketched=self.sketched
+        )
+
+
+def _failures(catalog: Catalog, failures: Mapping[int, str]) -> tuple[str, ...]:
+    """What storage refused: while the step was listed, and while its weights were read."""
+    listed = [f"{file.name}: {file.detail}" for file in catalog.files if file.state is FileState.UNREADABLE]
+    files = catalog.files
+    read = [f"{files[at].name}: {text}" for at, text in failures.items() if files[at].state is FileState.PRESENT]
+    return (*listed, *read)
