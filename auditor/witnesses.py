@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 
+from auditor.committed import is_as_committed
 from auditor.containers.damage import DamagedError
 from auditor.containers.witness_file import read_part
 from auditor.discovery import OURS
+from auditor.invariants.witnessed import STALE_SECONDS
 from auditor.model.witness import Witness, WitnessPart, usable
+from auditor.storage.roots import above
 from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, base_name, join
 
 FOLDER = f"{OURS}/witness"
@@ -36,15 +39,27 @@ def witness_folder(step_path: str) -> str:
 
 
 def witness_of(store: Store, path: str, step: int, modified: float) -> Witness | None:
-    """What the hook left of the step in the folder ``path``; None for the root itself, beside which nothing is read."""
-    return read_witness(store, witness_folder(path), step, modified) if path else None
+    """What the hook left of the step in ``path``; where that is the root itself, it lies beside the root.
+
+    ``modified``: time of the step's newest file, seconds since the epoch, against which the witness's age is told,
+    unless the step is known to be what was committed then (:mod:`auditor.committed`).
+    """
+    found = (store, path) if path else above(store)
+    if found is None:
+        return None
+    store, path = found
+    folder = witness_folder(path)
+    witness = read_witness(store, folder, step, modified)
+    late = witness is not None and witness.seconds_before > STALE_SECONDS
+    if witness is not None and late and is_as_committed(store, folder, path):
+        witness.seconds_before = 0.0
+    return witness
 
 
 def read_witness(store: Store, folder: str, step: int, modified: float = 0.0) -> Witness | None:
     """The witness of ``step`` in ``folder``; None where there is no part of one.
 
-    ``modified``: time of the step's newest file, seconds since the epoch, against which the witness's age is told. A
-    part that can't be read or is of something else is named in the result, never raised.
+    A part that can't be read or is of something else is named in the result, never raised.
     """
     try:
         entries = sorted((entry for entry in store.list(folder) if _is_part(entry)), key=lambda entry: entry.name)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from auditor.committed import NAME, described
 from auditor.containers.witness_file import encode_part
 from auditor.errors import AuditorError
 from auditor.hooks.launch import absolute, launch_of_job
@@ -63,6 +64,16 @@ class Witnesses:
         file = f"{name}/{part_name(self.rank)}"
         writer.write(file, content)
         return Witnessed(step, f"{run}/{FOLDER}/{file}", len(part.pieces), len(content), time.perf_counter() - begun)
+
+    def committed(self, step: int, path: str) -> None:
+        """Leave what the step is known by after copying, once: its files are there.
+
+        Raises:
+            WriteError: the disk is full, or read-only. StorageError: a file of the step can't be read.
+        """
+        run, name = split(path)
+        if self.rank == 0 and path in self._attempts:
+            FolderWriter(f"{run}/{FOLDER}").write(f"{name}/{NAME}", described(run, name, step))
 
 
 def split(path: str) -> tuple[str, str]:

@@ -112,7 +112,10 @@ class JaxHook:
         for step, path in waiting:
             if not pathlib.Path(path).is_dir():
                 self._unfinished.append((step, path))
-            elif self.after is not None:
+                continue
+            with survived(f"what step {step} is known by", raising=self.raising):
+                self.witnesses.committed(step, path)
+            if self.after is not None:
                 self.after.committed(step, path)
 
     def close(self, manager: Any | None = None) -> None:

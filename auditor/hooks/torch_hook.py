@@ -81,6 +81,8 @@ class TorchHook:
         Raises:
             ViolationError: where the hook was told to raise what an audit finds.
         """
+        with survived(f"what step {step} is known by", raising=self.raising):
+            self.witnesses.committed(step, os.fspath(path))
         if self.after is not None:
             self.after.committed(step, os.fspath(path))
 

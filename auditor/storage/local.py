@@ -38,6 +38,12 @@ class LocalStore:
         """The folder as the user gave it."""
         return self._root
 
+    @property
+    def above(self) -> tuple[LocalStore, str] | None:
+        """The folder in which the root lies, links resolved, and the root's name there."""
+        folder, name = os.path.split(os.path.realpath(self._root))
+        return (LocalStore(folder), name) if name else None
+
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
 

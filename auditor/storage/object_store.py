@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import obstore
@@ -64,6 +64,12 @@ class ObjectStore:
     def location(self) -> str:
         """The URL, without anything that could be a secret."""
         return self.place.url
+
+    @property
+    def above(self) -> tuple[ObjectStore, str] | None:
+        """The prefix in which the root lies, and the root's name there; None for a whole bucket."""
+        prefix, _, name = self.place.prefix.rpartition("/")
+        return (ObjectStore(replace(self.place, prefix=prefix)), name) if name else None
 
     def key(self, name: str) -> str:
         """The whole key of a name."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from auditor.errors import UsageError
 from auditor.storage.local import LocalStore
+from auditor.storage.retrying import RetryingStore
 from auditor.storage.single import SingleFileStore
 from auditor.storage.store import ObjectMissingError, Store
 from auditor.storage.union import UnionStore
@@ -60,6 +61,23 @@ def store_at(root: str) -> Store:
     except ModuleNotFoundError as error:
         raise UsageError(f"{scheme}:// needs obstore: pip install 'ckpt-auditor[cloud]'") from error
     return ObjectStore(Place.of(scheme.lower() + "://" + rest))
+
+
+def above(store: Store) -> tuple[Store, str] | None:
+    """The store in which the root of ``store`` lies, and the root's name there; None where that isn't known.
+
+    Of several roots only if all have the same name. What slows reading down is left out: little is read there.
+    """
+    while (inner := getattr(store, "inner", None)) is not None:
+        store = inner
+    if not isinstance(store, UnionStore):
+        found: tuple[Store, str] | None = getattr(store, "above", None)
+        return (RetryingStore(found[0]), found[1]) if found else None
+    each = [above(root) for root in store.roots]
+    names = {item[1] for item in each if item}
+    if len(names) != 1 or None in each:
+        return None
+    return UnionStore([item[0] for item in each if item]), names.pop()
 
 
 def is_url(root: str) -> bool:

@@ -23,6 +23,11 @@ class SingleFileStore:
         """The file as the user gave it."""
         return self._location
 
+    @property
+    def above(self) -> tuple[Store, str]:
+        """The store in whose root the object lies, and its name there."""
+        return self._inner, self._name
+
     def list(self, folder: str) -> Iterator[Entry]:
         """The one object."""
         if folder:

@@ -1,11 +1,13 @@
 """Drift of replicas that DCP threw away before it wrote: the witness shows it, and faults of the witness are told."""
 
 import json
+import os
 import shutil
 
 import pytest
 
 from auditor.audit import audit
+from auditor.committed import NAME, described, is_as_committed
 from auditor.containers.witness_file import read_part
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
@@ -153,10 +155,32 @@ def test_a_flipped_bit_of_a_rank_without_a_witness_is_undetermined(healthy):
     assert found.findings == []
 
 
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_step_by_itself_is_held_against_its_witness(run, linked):
+    path = run / "step-40"
+    if linked:
+        path = run.parent / "newest"
+        path.symlink_to("run/step-40")
+    _, found = checked(path)
+    assert [(finding.id, x.step) for finding in found.findings for x in finding.locations[:1]] == [("REP001", 40)]
+    _, good = checked(run / "step-30")
+    assert good.findings == []
+    assert good.steps[0].judgements["INT014"].num_holds == good.steps[0].judgements["REP001"].num_holds == 36
+
+
+def test_a_copied_step_is_known_again(healthy):
+    """Copies are younger than the witness: that the files are those which were committed is told by samples of them."""
+    store, folder = LocalStore(healthy), ".auditor/witness/step-20"
+    assert is_as_committed(store, folder, "step-20")
+    assert not is_as_committed(store, folder, "step-30")
+    for told in (b"", b"[]", b'{"files": [{"name": "../step-20/.metadata"}]}', b'{"files": []}', b"{" * 9999, None):
+        path = witness(healthy, 20, 0).with_name(NAME)
+        path.unlink() if told is None else path.write_bytes(told)
+        assert not is_as_committed(store, folder, "step-20")
+
+
 def test_most_of_a_step_saved_again_without_the_hook(healthy):
     """Files of another step under the old witness: damage when they are of its time, another save when younger."""
-    import os
-
     for path in (healthy / "step-30").iterdir():
         shutil.copyfile(path, healthy / "step-20" / path.name)
     part = witness(healthy, 20, 0)
@@ -170,6 +194,9 @@ def test_most_of_a_step_saved_again_without_the_hook(healthy):
     _, found = checked(healthy)
     assert "INT014" not in {finding.id for finding in found.findings}
     assert any("of an earlier save" in reason for _, reason in found.undetermined())
+    # Had these files been committed then, they would be younger by copying, and INT014 would hold them to it.
+    witness(healthy, 20, 0).with_name(NAME).write_bytes(described(str(healthy), "step-20", 20))
+    assert "INT014" in {finding.id for finding in checked(healthy, ignore=("INT005", "INT011", "MOT"))[1].findings}
 
 
 def test_the_folder_of_witnesses_is_no_step(run):

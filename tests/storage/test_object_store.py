@@ -6,7 +6,8 @@ import traceback
 import pytest
 
 from auditor.errors import UsageError
-from auditor.storage.roots import open_store, store_at
+from auditor.storage.retrying import RetryingStore
+from auditor.storage.roots import above, open_store, store_at
 from auditor.storage.store import (
     AccessDeniedError,
     ObjectChangedError,
@@ -53,6 +54,13 @@ def test_an_object_named_by_its_url_is_a_single_file(bucket):
     store = open_store([f"s3://{bucket}/run/small.bin"])
     assert not store.stat("").is_folder
     assert [entry.name for entry in store.list("")] == ["small.bin"]
+
+
+def test_what_lies_beside_the_root_is_found():
+    """Of the root's own witness."""
+    found = above(RetryingStore(store_at("s3://bucket/run/step-3/")))
+    assert (found[0].location, found[1]) == ("s3://bucket/run", "step-3")
+    assert above(store_at("s3://bucket")) is None
 
 
 @pytest.mark.parametrize("listed", [True, False])
