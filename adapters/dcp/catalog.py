@@ -85,7 +85,9 @@ class DcpReading:
         if path not in self.claimed:
             self.claimed.add(path)
             opaque = file.opaque if file else None
-            self.builder.file(opened.as_file(folder.path, container, self._coordinate(opened.name), opaque))
+            number = self.builder.file(opened.as_file(folder.path, container, self._coordinate(opened.name), opaque))
+            if file and file.encoding is not None:
+                self.builder.encode(number, file.encoding)
 
     def _add_index(self, source: Source) -> None:
         folder, index = source.part.folder.path, source.index
@@ -97,7 +99,7 @@ class DcpReading:
         folder = source.part.folder
         opened = open_data(self.store, folder, source.index, file, source.contents, names_only=self.names_only)
         self.opaque.update(file.opaque)
-        self._add_file(folder, opened, "" if file.transforms else "dcp", file)
+        self._add_file(folder, opened, "dcp", file)
         if not opened.lost:
             self.flaws += [(source, flaw) for flaw in file.flaws]
 

@@ -12,11 +12,12 @@ from auditor.adapters.adapter import Folder
 from auditor.adapters.step_file import Opened
 from auditor.containers.damage import DamagedError, UnsupportedError
 from auditor.containers.dcp_columns import DcpMetadata, Described
-from auditor.containers.dcp_items import Found, Item, read_items
+from auditor.containers.dcp_items import CODECS, Found, Item, read_items
 from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import FileState
 from auditor.model.dtype import DType
+from auditor.model.encoding import Encoding, EncodingBuilder
 from auditor.storage.store import Handle, Store
 
 MAX_FLAWS = 4
@@ -31,7 +32,8 @@ class Contents:
     """What was learned of the items of one index by opening them."""
 
     offset: array[int]
-    """By row: the first byte of the item's tensor in its file; where the item begins, if it was not opened."""
+    """By row: the first byte of the item's tensor in its file, or in the file's content where it is compressed; where
+    the item begins, if it was not opened."""
     strides: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Rows whose tensor does not lie in C order."""
     values: dict[int, Any] = field(default_factory=dict)
@@ -62,7 +64,9 @@ class DataFile:
     """Where the last of its items ends."""
     flaws: list[Flaw] = field(default_factory=list)
     """What the index says of it that can't be."""
-    transforms: frozenset[str] = frozenset()
+    transforms: frozenset[tuple[str, ...]] = frozenset()
+    """What its items went through; none of them where all lie as they are."""
+    encoding: Encoding | None = None
     opaque: Counter[str] = field(default_factory=Counter)
 
 
@@ -91,7 +95,7 @@ def data_files(index: DcpMetadata) -> dict[str, DataFile]:
     for number, own in rows.items():
         own.sort(key=lambda row: (index.item_offset[row], index.item_length[row]))
         name = index.files[number]
-        transforms = frozenset(t for row in own for t in index.transforms[index.item_transform[row]])
+        transforms = frozenset(index.transforms[index.item_transform[row]] for row in own) - {()}
         found[name] = DataFile(name, own, *_extent(index, name, own), transforms)
     return found
 
@@ -119,14 +123,21 @@ def weight_bytes(expected: Expected, row: int) -> int:
     return tensor.dtype.num_bytes(math.prod(sizes))
 
 
+def item_of(expected: Expected, row: int) -> Item:
+    """An item as its index has it."""
+    index = expected.index
+    codec = CODECS.get(index.transforms[index.item_transform[row]], "")
+    return Item(index.item_offset[row], index.item_length[row], weight_bytes(expected, row), codec)
+
+
 def open_data(
     store: Store, folder: Folder, index: DcpMetadata, file: DataFile, contents: Contents, *, names_only: bool
 ) -> Opened[None]:
     """A data file, with all its items opened; what is wrong with it is in its state."""
     if file.name not in folder.files:
         return Opened.absent(file.name)
-    if file.transforms:
-        how = f"its items are compressed ({', '.join(sorted(file.transforms))}): their tensors are not read"
+    if unknown := [transform for extension in sorted(file.transforms - CODECS.keys()) for transform in extension]:
+        how = f"its items went through extensions that are not known here: {', '.join(unknown)[:200]}"
         entry = folder.files[file.name]
         wrong = _wrong_size(file, entry.num_bytes)
         return Opened(file.name, FileState.DAMAGED if wrong else FileState.UNREADABLE, None, wrong or how, entry)
@@ -156,7 +167,8 @@ def _read(handle: Handle, index: DcpMetadata, file: DataFile, contents: Contents
     if wrong := _wrong_size(file, handle.entry.num_bytes):
         raise DamagedError(wrong)
     expected = Expected(index)
-    items = [Item(index.item_offset[row], index.item_length[row], weight_bytes(expected, row)) for row in file.rows]
+    items = [item_of(expected, row) for row in file.rows]
+    content = EncodingBuilder()
     wrongs: list[str] = []
     unknown: list[str] = []
     for row, found in zip(file.rows, read_items(handle, items), strict=False):
@@ -171,8 +183,11 @@ def _read(handle: Handle, index: DcpMetadata, file: DataFile, contents: Contents
                 break
         elif isinstance(found, Found):
             _take(row, found, contents, file)
+            if file.transforms:
+                _place(row, found, contents, index, content)
             if isinstance(found.content, Opaque) and index.item_chunk[row] >= 0:
                 contents.unknown.add(row)
+    file.encoding = content.build() if file.transforms else None
     if wrongs:
         or_more = " or more" if len(wrongs) == MAX_WRONG else ""
         more = f" (and {len(wrongs) - 1}{or_more} of {len(items)} besides)" if len(wrongs) > 1 else ""
@@ -195,6 +210,14 @@ def _misfit(expected: Expected, row: int, found: Found) -> str:
     if held.shape != sizes or (tensor.dtype is not None and held.dtype != tensor.dtype):
         return f"it holds {held.dtype.name}{list(held.shape)}, the index says {said}: of another save, or damaged"
     return ""
+
+
+def _place(row: int, found: Found, contents: Contents, index: DcpMetadata, content: EncodingBuilder) -> None:
+    """Where an item lies in the content of its file, of which some items are compressed."""
+    offset, length = index.item_offset[row], index.item_length[row]
+    start = content.add(found.num_bytes if found.codec else length, found.codec, offset, length)
+    if isinstance(found.content, StoredTensor):
+        contents.offset[row] += start if found.codec else start - offset
 
 
 def _take(row: int, found: Found, contents: Contents, file: DataFile) -> None:

@@ -7,15 +7,16 @@ state was flattened, under ``…param_groups.<parameter>.<entry>``, once for eac
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.counters import MAX_VALUE
+from auditor.adapters.dcp.data import Expected, item_of
 from auditor.adapters.dcp.names import STEPS, Names, OptimizerKey, is_number, optimizer_key
 from auditor.adapters.dcp.sources import Source, coordinate_of
 from auditor.adapters.optimizer_index import is_count, settings
-from auditor.containers.dcp_items import SMALL_ITEM, Found, Item, read_items
+from auditor.containers.dcp_items import SMALL_ITEM, Found, read_items
 from auditor.model.catalog import Scalar
 from auditor.model.optimizer import Hyperparameter, ParameterGroup
 from auditor.storage.store import StorageError, Store, base_name
@@ -60,10 +61,9 @@ def recorded_step(store: Store, source: Source) -> int | None:
     """The step that was saved with the model, where one was; only its own item is read."""
     for key in STEPS:
         for row in source.rows.get(key, ())[:1]:
-            index, file = source.index, source.file_of(row)
-            if index.item_transform[row]:
-                continue
-            item = Item(index.item_offset[row], min(index.item_length[row], SMALL_ITEM), 0)
+            file = source.file_of(row)
+            item = item_of(Expected(source.index), row)
+            item = replace(item, length=min(item.length, SMALL_ITEM), num_weight_bytes=0)
             try:
                 with store.open(file) as handle:
                     found = next(read_items(handle, [item]))

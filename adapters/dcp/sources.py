@@ -51,10 +51,6 @@ class Source:
         """The data file in which an item lies, below the root."""
         return self.path_of(self.index.files[self.index.item_file[row]])
 
-    def compressed(self, row: int) -> bool:
-        """Whether an item went through a stream extension."""
-        return self.index.item_transform[row] != 0
-
     @cached_property
     def rows(self) -> Mapping[str, Sequence[int]]:
         """Name of a tensor or object to the rows of its items."""

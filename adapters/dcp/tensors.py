@@ -23,7 +23,6 @@ from auditor.model.region import Box, SweepTooLarge, coverage
 from auditor.storage.store import base_name
 
 AXIS = "rank"
-COMPRESSED = "its items are compressed by a stream extension, which is not read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ class TensorPlacing:
         if any(one.row in one.source.contents.unknown for one in held):
             self.unknown["a stored tensor in a form that is not known"] += 1
             return
-        doubt = COMPRESSED if any(one.source.compressed(one.row) for one in held) else self.names.doubt(key)
+        doubt = self.names.doubt(key)
         if described[0][0].part.coordinated:
             # Those without elements count: each rank with nothing of a tensor has one, though they fall together.
             source, tensor = described[0]

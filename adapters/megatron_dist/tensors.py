@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.dcp.sources import Source
-from auditor.adapters.dcp.tensors import COMPRESSED
 from auditor.adapters.megatron_dist.names import Cut, Key, cut, each, order_of, read_key
 from auditor.adapters.megatron_legacy.files import Degrees
 from auditor.containers.dcp_columns import Described
@@ -126,8 +125,7 @@ class DistPlacing:
 
     def _add(self, key: str, what: Key, tensor: Described, dtype: DType, held: list[_Held]) -> None:
         owner = self.known[self.parameters.get(what.parameter, key)]
-        doubt = COMPRESSED if any(self.source.compressed(one.row) for one in held) else ""
-        shape, parts = tensor.shape, held
+        doubt, shape, parts = "", tensor.shape, held
         if owner.shape != shape:
             plain = not any(one.row in self.source.contents.strides for one in held)
             found = [*unflattened(held, shape, owner.shape)] if plain else []

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from auditor.containers.dcp_items import items_from_the_end
+from auditor.containers.compression import ZstdStream
+from auditor.containers.damage import DamagedError
+from auditor.containers.dcp_items import Window, items_from_the_end
+from auditor.containers.encoded import DecodedHandle, Stored
 from auditor.containers.zip_directory import read_directory
+from auditor.model.encoding import PLAIN, ZSTD, Encoding, one_chunk
 from auditor.storage.store import Handle
 
 BLOCK_BYTES = 1 << 20
@@ -75,9 +79,45 @@ def verify_items(handle: Handle) -> Verified:
         DamagedError, StorageError: as reading the directories and the data.
     """
     found = [(window.start, verify_zip(window)) for window in items_from_the_end(handle)]
-    bad = tuple(f"{name} of the item at byte {start}" for start, one in reversed(found) for name in one.bad)
+    return _together(found[::-1])
+
+
+def verify_compressed(handle: Handle, encoding: Encoding) -> Verified:
+    """As :func:`verify_items`, of a file whose items are compressed.
+
+    Raises:
+        DamagedError, StorageError: as reading and decoding the items.
+    """
+    found: list[tuple[int, Verified]] = []
+    for number in range(len(encoding)):
+        offset, length = int(encoding.offset[number]), int(encoding.num_stored[number])
+        item: Handle = Window(handle, offset, length)
+        if encoding.codecs[int(encoding.codec[number])] != PLAIN:
+            size = _decoded_size(item, int(encoding.num_bytes[number]))
+            item = Window(DecodedHandle(item, one_chunk(size, ZSTD, length)), 0, size)
+        found.append((offset, verify_zip(item)))
+    return _together(found)
+
+
+def _decoded_size(item: Handle, num_known: int) -> int:
+    """How many bytes an item decodes to, of which so many were seen: a zip file ends soon after its tensor.
+
+    Raises:
+        DamagedError: to far more.
+    """
+    stream, size = ZstdStream(Stored(item, 0, item.entry.num_bytes), BLOCK_BYTES), 0
+    while block := stream.read(BLOCK_BYTES):
+        size += len(block)
+        if size > num_known + BLOCK_BYTES:
+            raise DamagedError(f"an item decodes to far more than the {num_known} bytes that its tensor needs")
+    return size
+
+
+def _together(items: Sequence[tuple[int, Verified]]) -> Verified:
+    """What was found in all items, each with its first byte."""
+    bad = tuple(f"{name} of the item at byte {start}" for start, one in items for name in one.bad)
     good, without, num_bytes = (
-        sum(getattr(one, count) for _, one in found) for count in ("num_good", "num_without", "num_bytes_read")
+        sum(getattr(one, count) for _, one in items) for count in ("num_good", "num_without", "num_bytes_read")
     )
     return Verified(good, bad, without, num_bytes)
 

@@ -55,6 +55,13 @@ class ZstdStream:
         """Whether nothing comes any more. Raises as :meth:`read_into`."""
         return not self._next(memoryview(bytearray(1)))
 
+    def read(self, num_bytes: int) -> bytes:
+        """What comes next: fewer bytes than asked for only at the end. Raises as :meth:`read_into`."""
+        buffer, at = bytearray(num_bytes), 0
+        while at < num_bytes and (count := self._next(memoryview(buffer)[at:])):
+            at += count
+        return bytes(memoryview(buffer)[:at])
+
     def _next(self, buffer: memoryview) -> int:
         try:
             return int(self._reader.readinto(buffer))
@@ -120,17 +127,19 @@ def unpack(content: bytes | memoryview, limit: int) -> bytes:
         LimitError: it expands to more.
         UnsupportedError: zstd's library is not installed.
     """
-    stream, total = ZstdStream(Bytes(content)), 0
+    return read_all(ZstdStream(Bytes(content)), limit)
+
+
+def read_all(stream: ZstdStream, limit: int) -> bytes:
+    """The rest of a frame; raises as :func:`unpack`."""
     blocks: list[bytes] = []
-    while True:
-        buffer = bytearray(min(1 << 20, limit + 1))
-        count = stream._next(memoryview(buffer))
-        if not count:
-            return b"".join(blocks)
-        total += count
-        if total > limit:
+    left = limit + 1
+    while block := stream.read(min(1 << 20, left)):
+        blocks.append(block)
+        left -= len(block)
+        if not left:
             raise LimitError(f"its zstd frame expands to more than {limit} bytes")
-        blocks.append(bytes(buffer[:count]))
+    return b"".join(blocks)
 
 
 def has_zstd() -> bool:

@@ -4,6 +4,9 @@
 
 Items are small and many, and each has its own directory at its end. What lies between the weights of two neighbours
 (the end of one item, the beginning of the next) is read at once; weights are not.
+
+An item that went through zstd (``stream.zstd/1``) is one frame, whose content is such a file. Of a large one only as
+much is decoded as holds the pickle and the first of the weights.
 """
 
 from __future__ import annotations
@@ -11,15 +14,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from auditor.containers.compression import ZstdStream, read_all
 from auditor.containers.damage import DamagedError, UnsupportedError
-from auditor.containers.torch_zip import StoredTensor, read_number, read_torch_file
+from auditor.containers.encoded import InMemory, Stored
+from auditor.containers.torch_zip import StoredTensor, read_number, read_torch_file, tensor_at
 from auditor.containers.zip_directory import archive_before
+from auditor.model.encoding import BEGINNING, PLAIN, ZSTD
 from auditor.storage.store import Entry, Handle, ShortReadError
 
 MAX_READ = 4 << 20
 """Bytes that are read at once."""
 SMALL_ITEM = 1 << 16
-"""An item without weights that is not longer is read as a whole."""
+"""An item without weights that is not longer is read as a whole; a compressed one, whatever it holds."""
+HEAD_BYTES = 1 << 16
+"""Content of a compressed item in which its first weight lies: a pickle of a tensor takes about a thousand."""
+MAX_OBJECT_BYTES = 16 << 20
+"""Content of a compressed item that holds no tensor."""
+CODECS = {(): PLAIN, ("stream.zstd/1",): ZSTD}
+"""Descriptors of stream extensions to what undoes them. Source: torch ``distributed/checkpoint/_extension.py``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +42,7 @@ class Item:
     length: int
     num_weight_bytes: int
     """Bytes of its tensor, which are not read; 0 where there is none or it is metadata itself."""
+    codec: str = PLAIN
 
     @property
     def stop(self) -> int:
@@ -86,10 +99,13 @@ class Found:
     """What one item holds."""
 
     content: object
-    """The saved object; a tensor's offset counts from the file's beginning."""
+    """The saved object; a tensor's offset counts from the file's beginning, of a compressed item from its content's."""
     opaque: Mapping[str, int]
     number: float | None = None
     """Of a tensor of one element that was read as metadata, its value."""
+    num_bytes: int = 0
+    """Of a compressed item: bytes of its content, as far as they are known to be there."""
+    codec: str = PLAIN
 
 
 Result = Found | DamagedError | UnsupportedError
@@ -109,7 +125,13 @@ def read_items(handle: Handle, items: Sequence[Item]) -> Iterator[Result]:
             ahead.hold(*stretch)
             held = stretch[1]
         found = _read(ahead, item)
-        if not head and item.num_weight_bytes and isinstance(found, Found) and isinstance(found.content, StoredTensor):
+        if (
+            not head
+            and item.num_weight_bytes
+            and not item.codec
+            and isinstance(found, Found)
+            and isinstance(found.content, StoredTensor)
+        ):
             # The layout of one item tells that of those that the same writer wrote after it.
             head = found.content.offset - item.offset
             stretches, held = _stretches(items[position + 1 :], head), item.stop
@@ -132,7 +154,7 @@ def _stretches(items: Sequence[Item], head: int) -> Iterator[tuple[int, int]]:
 
 def _wanted(item: Item, head: int) -> Iterator[tuple[int, int]]:
     weights = item.num_weight_bytes
-    if not weights:
+    if not weights or item.codec:
         if item.length <= SMALL_ITEM:
             yield item.offset, item.stop
     elif head + weights < item.length <= head + weights + SMALL_ITEM:
@@ -141,6 +163,8 @@ def _wanted(item: Item, head: int) -> Iterator[tuple[int, int]]:
 
 
 def _read(handle: Handle, item: Item) -> Result:
+    if item.codec:
+        return _read_compressed(handle, item)
     try:
         found = read_torch_file(Window(handle, item.offset, item.length))
     except (DamagedError, UnsupportedError) as error:
@@ -150,6 +174,23 @@ def _read(handle: Handle, item: Item) -> Result:
     moved = replace(found.tree, offset=found.tree.offset + item.offset)
     metadata = not item.num_weight_bytes and moved.num_elements == 1
     return Found(moved, found.opaque, read_number(handle, moved) if metadata else None)
+
+
+def _read_compressed(handle: Handle, item: Item) -> Result:
+    """An item of which the content has to be decoded. A large tensor's is known up to its last weight alone."""
+    try:
+        stream = ZstdStream(Stored(handle, item.offset, item.length), SMALL_ITEM)
+        content = stream.read(HEAD_BYTES + 1)
+        if len(content) > HEAD_BYTES and item.num_weight_bytes:
+            tensor = tensor_at(content)
+            return Found(tensor, {}, None, tensor.offset + tensor.num_spanned, f"{BEGINNING}/{ZSTD}")
+        content += read_all(stream, MAX_OBJECT_BYTES)
+    except (DamagedError, UnsupportedError) as error:
+        return error
+    size = len(content)
+    plain = InMemory(Entry(handle.entry.name, False, size), memoryview(content))
+    found = _read(plain, Item(0, size, item.num_weight_bytes))
+    return replace(found, num_bytes=size, codec=ZSTD) if isinstance(found, Found) else found
 
 
 def items_from_the_end(handle: Handle) -> Iterator[Window]:

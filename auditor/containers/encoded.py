@@ -18,7 +18,7 @@ from auditor.containers.compression import GzipStream, ZstdStream
 from auditor.containers.crc32c import crc32c
 from auditor.containers.damage import DamagedError, UnsupportedError
 from auditor.model.catalog import File
-from auditor.model.encoding import GZIP, PLAIN, SHARD, ZSTD, Encoding, most_bytes
+from auditor.model.encoding import BEGINNING, GZIP, PLAIN, SHARD, ZSTD, Encoding, most_bytes
 from auditor.storage.store import Entry, Handle, ShortReadError, Store, UndecodableError, read_bytes
 
 KEPT_BYTES = 1 << 20
@@ -56,7 +56,7 @@ def open_file(store: Store, file: File) -> Iterator[Handle]:
 
 
 @dataclass(slots=True)
-class _Stored:
+class Stored:
     """The stored bytes of a chunk, in order."""
 
     handle: Handle
@@ -76,7 +76,7 @@ class _Stored:
 class _Plain:
     """A chunk that is stored as it is."""
 
-    source: _Stored
+    source: Stored
 
     def read_into(self, buffer: memoryview) -> None:
         if len(buffer) > self.source.num_left:
@@ -89,14 +89,30 @@ class _Plain:
         return not self.source.num_left
 
 
+@dataclass(slots=True)
+class _Beginning:
+    """The first part of a chunk: what follows is not asked for."""
+
+    stream: Stream
+
+    def read_into(self, buffer: memoryview) -> None:
+        self.stream.read_into(buffer)
+
+    def at_end(self) -> bool:
+        return True
+
+
 @dataclass(frozen=True, slots=True)
-class _Memory:
+class InMemory:
     """Bytes that are held, as a handle."""
 
     entry: Entry
     content: memoryview
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill ``buffer``."""
+        if offset < 0 or offset + len(buffer) > len(self.content):
+            raise ShortReadError(f"{self.entry.name}: its content ends at byte {len(self.content)}")
         buffer[:] = self.content[offset : offset + len(buffer)]
 
 
@@ -188,14 +204,14 @@ class DecodedHandle:
         offset, length = int(table.offset[number]), int(table.num_stored[number])
         handle: Handle = self.inner
         if table.held[number]:
-            handle = _Memory(self.entry, memoryview(table.memory))
-        shard, _, codec = table.codecs[int(table.codec[number])].rpartition("/")
-        source = _Stored(handle, offset, length)
-        if shard == SHARD:
+            handle = InMemory(self.entry, memoryview(table.memory))
+        how, _, codec = table.codecs[int(table.codec[number])].rpartition("/")
+        source = Stored(handle, offset, length)
+        if how == SHARD:
             source = _only_chunk(source)
         if int(table.num_bytes[number]) > most_bytes(codec, source.num_left):
             raise DamagedError(f"{source.num_left} bytes are too few for the {table.num_bytes[number]} of its array")
-        return _decoded(source, codec)
+        return _Beginning(_decoded(source, codec)) if how == BEGINNING else _decoded(source, codec)
 
 
 def _keep(kept: OrderedDict[int, T], number: int, what: T) -> None:
@@ -212,7 +228,7 @@ def _read(opened: _Open, buffer: memoryview, size: int) -> None:
         raise DamagedError(f"it holds more than the {size} bytes that its array says")
 
 
-def _decoded(source: _Stored, codec: str) -> Stream:
+def _decoded(source: Stored, codec: str) -> Stream:
     if codec == PLAIN:
         return _Plain(source)
     if codec == ZSTD:
@@ -222,7 +238,7 @@ def _decoded(source: _Stored, codec: str) -> Stream:
     raise UnsupportedError(f"codec {codec[:40]}")
 
 
-def _only_chunk(shard: _Stored) -> _Stored:
+def _only_chunk(shard: Stored) -> Stored:
     """The chunk of a shard that has one."""
     if shard.num_left < _INDEX_BYTES:
         raise DamagedError("the shard is too short for its index")
@@ -234,4 +250,4 @@ def _only_chunk(shard: _Stored) -> _Stored:
         raise DamagedError("the shard says that it has no chunk")
     if start + length > shard.num_left:
         raise DamagedError("the shard's index leads out of the shard")
-    return _Stored(shard.handle, shard.offset + start, length)
+    return Stored(shard.handle, shard.offset + start, length)

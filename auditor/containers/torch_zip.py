@@ -26,6 +26,7 @@ from auditor.containers.pickle_machine import (
 )
 from auditor.containers.torch_legacy import MAGIC, ROOT, Pickles, collect
 from auditor.containers.torch_plain import plain_tensor
+from auditor.containers.zip_beginning import members_from
 from auditor.containers.zip_directory import Member, read_directory
 from auditor.model.dtype import DTYPES, DType
 from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
@@ -76,6 +77,12 @@ class StoredTensor:
     def num_elements(self) -> int:
         """Elements of the tensor."""
         return math.prod(self.shape)
+
+    @property
+    def num_spanned(self) -> int:
+        """Bytes from the first element to the end of the last."""
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.dtype.bits // 8 if self.num_elements else 0
 
     @property
     def contiguous(self) -> bool:
@@ -161,6 +168,28 @@ def read_torch_file(handle: Handle, budget: RecordBudget | None = None, limits: 
         return TorchFile(handle.entry, root, plain, {})
     tree, opaque = _load(tensors, data, budget, limits)
     return TorchFile(handle.entry, root, tree, opaque)
+
+
+def tensor_at(head: bytes) -> StoredTensor:
+    """The single tensor of a file of which only the first bytes are known; its data may go on behind them.
+
+    Raises:
+        DamagedError: it is no such file.
+        UnsupportedError: its tensor is big-endian, or in a form that is not known.
+    """
+    members = {member.name: member for member in members_from(head)}
+    pickled = next((name for name in members if name.endswith("/data.pkl")), "")
+    root = pickled.removesuffix("/data.pkl")
+    if not pickled or members[pickled].num_bytes < 0:
+        raise DamagedError("it does not begin with the pickle of a tensor")
+    order = members.get(f"{root}/byteorder")
+    if order and head[order.offset : order.offset + 3] == b"big":
+        raise UnsupportedError("its tensors are big-endian")
+    first = members[pickled].offset
+    tree, _ = _load(_Begun(root, members), head[first : first + members[pickled].num_bytes], None, LIMITS)
+    if not isinstance(tree, StoredTensor):
+        raise UnsupportedError("it is no tensor, or one in a form that is not known")
+    return tree
 
 
 def _load(tensors: _Tensors, data: bytes, budget: RecordBudget | None, limits: Limits) -> tuple[Any, Mapping[str, int]]:
@@ -293,6 +322,17 @@ class _Tensors:
             raise DamagedError(f"a tensor reaches element {last} of data/{key}, which holds {capacity}")
         if count > MAX_EXPANSION * capacity:
             raise LimitError(f"a view repeats the {capacity} elements of data/{key} into {count}")
+
+
+class _Begun(_Tensors):
+    """The same where only the beginning of the file is known: a storage is as long as it is announced to be."""
+
+    def member(self, storage: Storage, dtype: DType) -> Member:
+        member = self.members.get(f"{self.root}/data/{storage.key}")
+        if member is None:
+            raise UnsupportedError(f"its member data/{storage.key} does not follow its pickle at once")
+        whole = storage.num_elements if storage.dtype is None else dtype.num_bytes(storage.num_elements)
+        return replace(member, num_bytes=whole)
 
 
 def _extents(value: object) -> tuple[int, ...]:

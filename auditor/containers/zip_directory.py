@@ -23,7 +23,7 @@ _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
-_LOCAL = struct.Struct("<4s5H3I2H")
+LOCAL = struct.Struct("<4s5H3I2H")
 _SHORT_TAIL = _END.size + _LOCATOR.size
 _LONG_TAIL = _SHORT_TAIL + 0xFFFF
 """With the longest comment."""
@@ -184,16 +184,16 @@ def _zip64(extra: bytes, unpacked: int, packed: int, header: int, name: str) -> 
 
 def _with_offset(handle: Handle, entry: Member, limit: int) -> Member:
     """``entry`` with the offset of its data, which only the local header tells."""
-    if entry.header + _LOCAL.size > limit:
+    if entry.header + LOCAL.size > limit:
         raise DamagedError(f"its member {entry.name!r} is said to begin at byte {entry.header}, inside the directory")
-    fields = _LOCAL.unpack(read_bytes(handle, entry.header, _LOCAL.size))
+    fields = LOCAL.unpack(read_bytes(handle, entry.header, LOCAL.size))
     if fields[0] != b"PK\x03\x04":
         raise DamagedError(f"no member header at byte {entry.header}, where {entry.name!r} should begin")
     name_length, extra_length = fields[9], fields[10]
-    local_name = read_bytes(handle, entry.header + _LOCAL.size, name_length).decode("utf-8", "backslashreplace")
+    local_name = read_bytes(handle, entry.header + LOCAL.size, name_length).decode("utf-8", "backslashreplace")
     if local_name != entry.name:
         raise DamagedError(f"the member at byte {entry.header} calls itself {local_name!r}, not {entry.name!r}")
-    offset = entry.header + _LOCAL.size + name_length + extra_length
+    offset = entry.header + LOCAL.size + name_length + extra_length
     if offset + entry.num_bytes > limit:
         raise DamagedError(f"its member {entry.name!r} runs to byte {offset + entry.num_bytes}, into the directory")
     return Member(entry.name, entry.header, offset, entry.num_bytes, entry.crc32)

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 PLAIN, ZSTD, GZIP = "", "zstd", "gzip"
 SHARD = "shard"
 """Before another codec: the chunk is the only one of a Zarr shard, which says at its end where it lies in it."""
+BEGINNING = "beginning"
+"""Before another codec: what is stored decodes to more than the chunk, which is the first part of it."""
 
 _MAX_RATIO = {ZSTD: 1 << 15, GZIP: 1032}
 """Bytes that one stored byte can stand for: zstd's repeated blocks are 128 KiB in four bytes (RFC 8878, 3.1.1.2),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
-from auditor.containers.checksums import VERIFIERS, sha256_of
+from auditor.containers.checksums import VERIFIERS, sha256_of, verify_compressed
 from auditor.containers.damage import DamagedError
 from auditor.model.catalog import Catalog, FileState
 from auditor.model.observation import FileChecksums, Observations
@@ -57,7 +57,7 @@ class _Verify:
             return FileChecksums(), 0
         try:
             with self.store.open(file.name) as handle:
-                found = verifier(handle)
+                found = verify_compressed(handle, file.encoding) if file.encoding else verifier(handle)
         except (DamagedError, StorageError) as error:
             return FileChecksums(reason=str(error)), 0
         return FileChecksums(found.num_good, found.bad, found.num_without), found.num_bytes_read

@@ -69,6 +69,15 @@ def bits(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+class TestCompressed(AdapterContract):
+    adapter = ADAPTER
+    checkpoints = (FIXTURES / "zstd" / "step-4",)
+    read_ahead = 1 << 17  # Where the weights begin in an item is told by what the item decodes to.
+
+    def framework_arrays(self, path):
+        return {role_and_name(key): bits(tensor) for key, tensor in loaded(path).items()}
+
+
 class TestPartsInSafetensors(AdapterContract):
     adapter = ADAPTER
     checkpoints = (FIXTURES / "hf_sharded" / "step-4", SAME / "hf_sharded" / "step-3")
@@ -140,6 +149,14 @@ def test_every_byte_of_every_item_is_verified():
         (run,) = audit(LocalStore(FIXTURES / variant), Settings(level=Level.FULL, select=("INT010",))).runs
         (data,) = {len([f for f in step.iterdir() if f.suffix == ".distcp"]) for step in (FIXTURES / variant).iterdir()}
         assert run.steps[-1].judgements["INT010"].num_holds == data
+
+
+def test_compressed_items_hold_the_same():
+    run = audited(objects_of(FIXTURES / "zstd"))
+    assert not run.findings
+    judged = run.steps[0].judgements
+    assert (judged["INT010"].num_holds, judged["INT015"].num_holds) == (2, 69)
+    assert digests(FIXTURES / "zstd" / "step-4") == digests(PLAIN / "step-4")
 
 
 # What DCP does not record
