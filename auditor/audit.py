@@ -90,7 +90,8 @@ def audit_share(
             job = replace(job, num_bytes_ahead=job.listing.weights_ahead(steps, levels))
             for step, level in zip(steps, levels, strict=True):
                 catalog = job.catalogs(step, level)[1]
-                job.measure(catalog, job.asked(catalog, level), step.folder.path)
+                if begun := job.begin_pass(catalog, job.asked(catalog, level), step.folder.path):
+                    begun.finish()
     if not any(sources):
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
     target.make()

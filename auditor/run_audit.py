@@ -1,12 +1,14 @@
 """The audit of one run: its steps one after the other, then what they say together.
 
-Of a step that is done only judgements stay, so memory does not grow with weights.
+While a step's weights are measured, the next one's headers are read. Of a step that is done only judgements stay, so
+memory does not grow with the number of steps.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 
@@ -20,7 +22,7 @@ from auditor.model.run import Commit, PointerState, RunState, decide_commits
 from auditor.model.waiver import apply_baseline, apply_waivers
 from auditor.reports import RunReport, StepReport, step_from_ledger
 from auditor.settings import Level, Settings
-from auditor.step_audit import StepAudit
+from auditor.step_audit import Begun, StepAudit
 from auditor.storage.store import Entry
 from auditor.succession import Succession
 from auditor.timeline.findings import findings, findings_of_no_step
@@ -50,19 +52,19 @@ class RunAudit:
         report.num_saved_before = source.steps.index(sources[0]) if sources else 0
         whole_run = len(sources) == len(source.steps)
         levels = self.of_step.listing.levels(sources, self.settings.level)
-        ahead = self.of_step.listing.weights_ahead(sources, levels)
-        job = replace(self.of_step, num_bytes_ahead=ahead, keeper=self.keeper_of(source), succession=Succession())
+        weights = self.of_step.listing.weights_ahead(sources, levels)
+        job = replace(self.of_step, num_bytes_ahead=weights, keeper=self.keeper_of(source), succession=Succession())
 
-        def look(at: int) -> StepReport:
-            return job.step(sources[at], levels[at], report, pointers, newest=sources[at] is newest)
+        def begin(at: int, before: Begun | None = None) -> Begun:
+            state = before.state if before else None
+            return job.begin(sources[at], levels[at], pointers, state, newest=sources[at] is newest)
 
         if self.settings.bisect:
-            report.steps, report.bisected = few_steps(len(sources), look)
+            report.steps, report.bisected = few_steps(len(sources), lambda at: job.finish(begin(at), report))
             whole_run = whole_run and len(report.steps) == len(sources)
         else:
-            for at in range(len(sources)):
-                with reading_ahead(self.of_step.store, self.coming(sources, levels, at + 1)):
-                    report.steps.append(look(at))
+            ahead = lambda at: reading_ahead(job.store, self.coming(sources, levels, at))  # noqa: E731
+            report.steps = [*_overlapping(len(sources), ahead, begin, lambda begun: job.finish(begun, report))]
         states = tuple(step.state for step in report.steps)
         complete = bool(sources) and sources[-1] is newest
         states = decide_commits(
@@ -154,3 +156,19 @@ class RunAudit:
         if self.settings.baseline:
             found = apply_baseline(found, self.settings.baseline)
         return apply_waivers(found, self.settings.waivers, self.today())
+
+
+def _overlapping(
+    count: int, ahead: Callable[[int], AbstractContextManager[None]], begin: Callable[[int, Begun | None], Begun],
+    finish: Callable[[Begun], StepReport],
+) -> Iterator[StepReport]:  # fmt: skip
+    """Steps in their order: the headers of one are read while the weights of the one before it are measured."""
+    waiting: Begun | None = None
+    for at in range(count):
+        with ahead(at + 1):
+            begun = begin(at, waiting)
+            if waiting:
+                yield finish(waiting)
+            waiting = begun
+    if waiting:
+        yield finish(waiting)

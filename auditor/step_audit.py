@@ -17,11 +17,11 @@ from auditor.listing import Listing
 from auditor.model.catalog import Catalog, FileState
 from auditor.model.finding import Judgement
 from auditor.model.observation import Observations, unobserved
-from auditor.model.run import Commit, PointerState, StepEvidence, decide_commits, step_state, with_content
+from auditor.model.run import Commit, PointerState, StepEvidence, StepState, decide_commits, step_state, with_content
 from auditor.observe.checksums import verify_checksums
 from auditor.observe.difference import measure_differences
 from auditor.observe.kernel_choice import choose
-from auditor.observe.one_pass import observe, wanted_rows
+from auditor.observe.one_pass import Pass, begin, wanted_rows
 from auditor.observe.shares import Everything, Runner
 from auditor.reports import REACHED, RunReport, StepReport, unread
 from auditor.settings import Level, Settings
@@ -32,6 +32,23 @@ from auditor.witnesses import witness_of
 
 Progress = Callable[[str, int], None]
 """Told the step's path and the bytes just read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A step whose headers were read and whose weights are being measured."""
+
+    source: StepSource
+    level: Level
+    full: Catalog
+    catalog: Catalog
+    """Of the tensors that were chosen."""
+    state: StepState
+    asked: Asked | None = None
+    """None where the step is still being saved: nothing is asked of it."""
+    known: Recalled | None = None
+    """What the ledger has of it."""
+    measuring: Pass | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,30 +75,42 @@ class StepAudit:
     succession: Succession = field(default_factory=Succession)
     """Of the run under way."""
 
-    def step(
-        self, source: StepSource, level: Level, report: RunReport, pointers: Sequence[PointerState], *, newest: bool
-    ) -> StepReport:
-        """Audit one step; steps are taken in order, or at least by rising number."""
-        folder = source.folder
+    def begin(
+        self, source: StepSource, level: Level, pointers: Sequence[PointerState], before: StepState | None, *,
+        newest: bool,
+    ) -> Begun:  # fmt: skip
+        """Read a step's headers and have its weights measured. ``before``: the step before it, where one is known."""
         full, catalog = self.catalogs(source, level)
-        modified = self.listing.modified(source)
-        state = step_state(full, modified)
+        state = step_state(full, self.listing.modified(source))
         if newest:
-            before = [item.state for item in report.steps[-1:]]
-            *_, state = decide_commits([*before, state], pointers, self.now, self.settings.settle_seconds)
+            known = [before] if before else []
+            *_, state = decide_commits([*known, state], pointers, self.now, self.settings.settle_seconds)
             if state.commit is Commit.IN_PROGRESS:
-                return StepReport(state, Level.NAMES, {}, {}, mesh=full.mesh)
-        report.mesh = full.mesh
+                return Begun(source, level, full, catalog, state)
         asked = self.asked(catalog, level)
-        known = self.keeper.recall(catalog, asked) if self.keeper else None
-        observations = known.observations if known else self.observe(catalog, asked, folder.path)
-        state = with_content(state, catalog, observations)
+        recalled = self.keeper.recall(catalog, asked) if self.keeper else None
+        measuring = None if recalled else self.begin_pass(catalog, asked, source.folder.path)
+        return Begun(source, level, full, catalog, state, asked, recalled, measuring)
+
+    def finish(self, begun: Begun, report: RunReport) -> StepReport:
+        """Wait for a step's measures and judge it; steps are finished in order, or at least by rising number."""
+        source, level, full, catalog, known = begun.source, begun.level, begun.full, begun.catalog, begun.known
+        if begun.asked is None:
+            return StepReport(begun.state, Level.NAMES, {}, {}, mesh=full.mesh)
+        report.mesh = full.mesh
+        folder = source.folder
+        observations = known.observations if known else self.observations(begun, begun.asked)
+        state = with_content(begun.state, catalog, observations)
         where = folder_of(self.store.location, folder.path)
         if self.keeper and not observations.changed:
             state = self.keeper.place(catalog, observations, state, known, where)
         report.coverage.add(full, catalog, observations)
         named = source.match.named_step
-        witness = witness_of(self.store, folder.path, full.step, modified) if level >= Level.REPLICAS else None
+        witness = (
+            witness_of(self.store, folder.path, full.step, self.listing.modified(source))
+            if level >= Level.REPLICAS
+            else None
+        )
         evidence = StepEvidence(catalog, observations, unread(level), self.settings.strict_buffers, named, witness)
         judgements = self.judge(evidence, level, self.judged)
         judgements |= self.judge_motion(evidence, level, known)
@@ -100,7 +129,7 @@ class StepAudit:
         failures = _failures(catalog, {} if changed else observations.failures)
         if self.keeper and level > Level.NAMES and not failures and not changed:
             said = self.keeper.said(state, judgements, wholeness, level.name, full)
-            self.keeper.keep(catalog, observations, asked, said, known, where)
+            self.keeper.keep(catalog, observations, begun.asked, said, known, where)
         return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh, bool(known))
 
     def catalogs(self, source: StepSource, level: Level) -> tuple[Catalog, Catalog]:
@@ -120,13 +149,14 @@ class StepAudit:
         """Those that can speak at a level."""
         return [item for item in items if level >= REACHED[item.needs]]
 
-    def observe(self, catalog: Catalog, asked: Asked, path: str) -> Observations:
-        """The pass over the weights, and the targeted ones after it."""
-        seen = self.measure(catalog, asked, path)
+    def observations(self, begun: Begun, asked: Asked) -> Observations:
+        """What the pass over the weights measured, and the targeted ones after it."""
+        catalog = begun.catalog
+        seen = begun.measuring.finish() if begun.measuring else unobserved(catalog)
         if asked.differences and not seen.changed:
             seen = measure_differences(self.store, catalog, seen)
         if asked.checksums:
-            progress = partial(self.progress, path)
+            progress = partial(self.progress, begun.source.folder.path)
             seen = verify_checksums(self.store, catalog, seen, self.executor, progress, digests=asked.digests)
         return seen
 
@@ -156,13 +186,13 @@ class StepAudit:
             checksums and self.keeper is not None,
         )
 
-    def measure(self, catalog: Catalog, asked: Asked, path: str) -> Observations:
-        """One pass over what was asked for."""
+    def begin_pass(self, catalog: Catalog, asked: Asked, path: str) -> Pass | None:
+        """The pass over what was asked for; None where that is nothing."""
         if not len(asked.rows) and not asked.pairings:
-            return unobserved(catalog)
+            return None
         progress = partial(self.progress, path)
         kernels = choose(self.num_bytes_ahead, self.settings.kernels).name
-        return observe(
+        return begin(
             self.store, catalog, asked.rows, self.runner, progress, asked.pairings, kernels, sketched=self.sketched
         )
 

@@ -7,6 +7,7 @@ buffers a worker, whatever the size of the checkpoint.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,8 +49,16 @@ def observe(
     ``progress`` is told the bytes of every unit that is done; ``kernels`` is a name that ``kernel_choice.choose``
     takes; ``sketched``: also make sketches. Failures of storage are in the result, not raised.
     """
+    return begin(store, catalog, rows, runner, progress, pairings, kernels, sketched=sketched).finish()
+
+
+def begin(
+    store: Store, catalog: Catalog, rows: NDArray[np.int64], runner: Runner,
+    progress: Callable[[int], None] = lambda num_bytes: None, pairings: Sequence[Pairing] = (), kernels: str = "numpy",
+    *, sketched: bool = False,
+) -> Pass:  # fmt: skip
+    """The same, without waiting: the units are with the runner, so that something else can be done meanwhile."""
     work = plan(catalog, rows, pairings, slow=num_readers(store) > 1)
-    worker = Worker(store, kernels)
     gathered = _Gathered(catalog, rows, len(work.tallies))
     if sketched:
         tensor, replica, numbers = slots(catalog, rows)
@@ -57,12 +66,26 @@ def observe(
             work = work.sketched(rows, numbers)
             gathered.sketches = Sketches(tensor, replica, np.zeros((len(tensor), BUCKETS)))
             gathered.sketch_of = dict(zip(rows.tolist(), numbers.tolist(), strict=True)) if work.copies else {}
-    for unit, result in zip(work.units, runner.run(catalog.path, worker, work.units), strict=True):
-        gathered.take(unit.rows, unit.tallies, result)
-        if gathered.sketches is not None:
-            gathered.sketches.values[list(unit.sketches)] += result.sketches
-        progress(result.num_bytes_read)
-    return gathered.observations(work)
+    return Pass(work, gathered, runner.run(catalog.path, Worker(store, kernels), work.units), progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A pass under way."""
+
+    work: Plan
+    gathered: _Gathered
+    results: Iterable[UnitResult]
+    progress: Callable[[int], None]
+
+    def finish(self) -> Observations:
+        """Wait for the units and put together what they found; once."""
+        for unit, result in zip(self.work.units, self.results, strict=True):
+            self.gathered.take(unit.rows, unit.tallies, result)
+            if self.gathered.sketches is not None:
+                self.gathered.sketches.values[list(unit.sketches)] += result.sketches
+            self.progress(result.num_bytes_read)
+        return self.gathered.observations(self.work)
 
 
 class _Gathered:
