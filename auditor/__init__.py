@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import zarr
 
+    from auditor.comparison.outcome import Comparison
     from auditor.exporting import Exported
     from auditor.reports import Report
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "check", "export", "open_zarr"]
+__all__ = ["__version__", "check", "compare", "export", "open_zarr"]
 
 
 def check(path: str, **choices: Any) -> Report:
@@ -30,6 +31,25 @@ def check(path: str, **choices: Any) -> Report:
 
     store, settings = open_store([path]), make_settings(choices)
     return audit(store, settings, ledger=open_ledger(settings.ledger, store) if settings.ledger else None)
+
+
+def compare(reference: str, candidate: str, **choices: Any) -> Comparison:
+    """Hold a checkpoint, run or ledger against a reference, as `auditor compare` does.
+
+    ``choices``: the command's options by name (``exact=True``, ``only=["*.weight"]``, ``calibrate=["rerun"]``, …), and
+    ``steps``, ``fail_on``, ``strict``, ``threads``.
+
+    Raises:
+        auditor.errors.UsageError: a choice that there isn't.
+        auditor.errors.AuditorError: as :func:`auditor.comparison.comparing.compare`.
+    """
+    from auditor.comparison.command import choices_of
+    from auditor.comparison.comparing import compare as compare_sides
+    from auditor.configuration import NAMES, make_settings
+
+    settings = make_settings({name: value for name, value in choices.items() if name in NAMES and name != "ignore"})
+    own = {name: value for name, value in choices.items() if name not in NAMES or name == "ignore"}
+    return compare_sides(reference, candidate, settings, choices_of(settings, **own))
 
 
 def open_zarr(path: str) -> zarr.Group:

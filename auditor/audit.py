@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import Executor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 from auditor.discovery import discover
@@ -14,15 +12,13 @@ from auditor.errors import NothingToAuditError, UsageError
 from auditor.invariants.registry import invariants, select
 from auditor.ledger.tree import Ledger
 from auditor.listing import Listing
-from auditor.observe.executors import executor_of
+from auditor.means import means
 from auditor.observe.shares import Everything, Joined, Runner, Share
 from auditor.reports import Report
 from auditor.run_audit import RunAudit
 from auditor.settings import DEFAULTS, Settings
 from auditor.step_audit import Progress, StepAudit
-from auditor.storage.retrying import RetryingStore
-from auditor.storage.store import Store, num_readers
-from auditor.storage.throttled import ThrottledStore
+from auditor.storage.store import Store
 from auditor.storage.union import UnionStore
 from auditor.storage.writer import FolderWriter
 from auditor.timeline.last_good import NEEDED
@@ -49,7 +45,7 @@ def audit(
         WriteError: the ledger does not take what is written.
     """
     begun = time.time() if now is None else now
-    with _means(store, settings, executor) as (readable, workers):
+    with means(store, settings, executor) as (readable, workers):
         runner = Joined.of(shares) if shares else Everything(workers)
         of_step = _step_audit(readable, settings, workers, runner, progress, begun, sketched=ledger is not None)
         job = RunAudit(of_step, ledger, run)
@@ -80,7 +76,7 @@ def audit_share(
         raise UsageError(f"there is no share {number} of {of}")
     target = FolderWriter(folder)
     target.refuse_sources([root.location for root in (store.roots if isinstance(store, UnionStore) else [store])])
-    with _means(store, settings, None) as (readable, workers):
+    with means(store, settings, None) as (readable, workers):
         share = Share(workers, number, of)
         # A share is measured for an audit that has the ledger.
         job = _step_audit(readable, settings, workers, share, progress, time.time(), sketched=bool(settings.ledger))
@@ -97,24 +93,6 @@ def audit_share(
     target.make()
     target.write(share.name, share.content())
     return share
-
-
-@contextmanager
-def _means(store: Store, settings: Settings, executor: Executor | None) -> Iterator[tuple[Store, Executor]]:
-    """The store as it may be read, and who does the work."""
-
-    def careful(root: Store) -> Store:
-        limit = settings.max_bytes_per_second
-        return RetryingStore(ThrottledStore(root, limit) if limit else root)
-
-    # Each root tries again by itself, so that a union stays one: its roots have a pointer each.
-    readable = UnionStore([*map(careful, store.roots)]) if isinstance(store, UnionStore) else careful(store)
-    if executor:
-        yield readable, executor
-        return
-    threads = settings.threads or num_readers(readable) or min(8, os.cpu_count() or 1)
-    with executor_of(threads, settings.scheduler) as workers:
-        yield readable, workers
 
 
 def _step_audit(

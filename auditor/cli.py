@@ -14,6 +14,13 @@ import typer
 from auditor import __version__
 from auditor.errors import AuditorError, LockedError, NothingToAuditError, UsageError
 
+from auditor.cli_options import (  # isort: skip
+    Baseline, Bisect, Calibrate, CandidatePath, ComputeDtype, Config, Exact, FailOn, Format, Ignore, Kernels,
+    LearningRate, LedgerPath, LevelName, MapName, MaxBytes, Only, Power, ReferencePath, Rename, Resume, RunPath,
+    RunPaths, Scheduler, Select, Settle, ShardOf, Shards, Steps, Strict, StrictBuffers, Tensors, Threads, Tokens,
+    Verbose, Without, parse_path,
+)  # fmt: skip
+
 if TYPE_CHECKING:
     from auditor.reports import Report
     from auditor.settings import Settings
@@ -28,59 +35,6 @@ app = typer.Typer(
     epilog="Exit codes: 0 holds · 1 violated · 2 usage · 3 incomplete · 4 nothing to audit · 5 internal error · "
            "6 changed while read · 11 locked · 130 interrupted",
 )  # fmt: skip
-
-
-def _path(text: str) -> str:
-    if not text:
-        raise UsageError("an empty path: is the variable set?")
-    return text
-
-
-RunPaths = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="PATH...",
-        parser=_path,
-        help="A run, a step, a folder of runs, a file of weights; or several roots of a run. Also s3://, gs://, az://.",
-    ),
-]
-RunPath = Annotated[
-    str, typer.Argument(metavar="PATH", parser=_path, help="A run, one step of it, or a folder of runs.")
-]
-Steps = Annotated[str | None, typer.Option(metavar="300|100:500|latest", help="Steps, inclusive ranges, comma lists.")]
-LevelName = Annotated[str | None, typer.Option(metavar="names|headers|replicas|values|full", help="How much to read.")]
-Select = Annotated[list[str] | None, typer.Option(metavar="ID", help="Only these invariants or families.")]
-Ignore = Annotated[list[str] | None, typer.Option(metavar="ID", help="Not these invariants or families.")]
-Tensors = Annotated[str | None, typer.Option(metavar="GLOB", help="Only tensors whose name matches.")]
-FailOn = Annotated[str | None, typer.Option(metavar="error|warning|note", help="Lowest severity that fails.")]
-Strict = Annotated[bool | None, typer.Option("--strict", help="Undetermined fails as well.")]
-StrictBuffers = Annotated[bool | None, typer.Option("--strict-buffers", help="Differing buffers are errors.")]
-Settle = Annotated[str | None, typer.Option(metavar="10m", help="An unfinished newest step this young is in progress.")]
-Config = Annotated[
-    Path | None, typer.Option(metavar="FILE", envvar="AUDITOR_CONFIG", help="Configuration instead of auditor.toml.")
-]
-Threads = Annotated[int | None, typer.Option(min=1, help="Reading threads.")]
-Kernels = Annotated[str | None, typer.Option(metavar="auto|numpy|numba", help="What measures; all find the same.")]
-Scheduler = Annotated[str | None, typer.Option(metavar="tcp://HOST:PORT", help="Work on a Dask cluster's workers.")]
-MaxBytes = Annotated[
-    str | None, typer.Option("--max-bytes-per-second", metavar="200M", help="Read no faster, a process.")
-]
-ShardOf = Annotated[
-    str | None, typer.Option(metavar="I/N", help="Only measure every N-th part, for array jobs; needs --shards.")
-]
-Shards = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Where --shard-of writes; alone: join what is there.")
-]
-LedgerPath = Annotated[
-    str | None, typer.Option("--ledger", metavar="FOLDER", help="Keep what was measured; unchanged steps aren't read.")
-]
-Bisect = Annotated[bool | None, typer.Option("--bisect", help="Look at few steps: halve between good and bad.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also list what holds and what is not applicable.")]
-Baseline = Annotated[Path | None, typer.Option(metavar="REPORT", help="Fail only on what this JSON report lacks.")]
-Format = Annotated[
-    str,
-    typer.Option("--format", metavar="text|json", envvar="AUDITOR_FORMAT", help="Report for people or for machines."),
-]
 
 
 @app.command()
@@ -113,6 +67,48 @@ def check(
     else:
         _print_text(report, verbose)
     raise typer.Exit(int(exit_code(report)))
+
+
+@app.command()
+def compare(
+    reference: ReferencePath, candidate: CandidatePath, steps: Steps = None,
+    only: Only = None, ignore: Without = None, rename: Rename = None,
+    map: MapName = "auto", exact: Exact = False, resume: Resume = False,
+    calibrate: Calibrate = None, compute_dtype: ComputeDtype = "", tokens: Tokens = 0,
+    learning_rate: LearningRate = None, power: Power = False, fail_on: FailOn = None,
+    strict: Strict = None, config: Config = None, threads: Threads = None,
+    kernels: Kernels = None, max_bytes: MaxBytes = None, format: Format = "text",
+    verbose: Verbose = False,
+) -> None:  # fmt: skip
+    """Hold a checkpoint, run or ledger against a reference, in any formats: equal, rounding, or different (exit 1).
+
+    See docs/compare.md.
+    """
+    from auditor.comparison.command import choices_of
+    from auditor.comparison.comparing import compare as compare_sides
+    from auditor.comparison.verdict import exit_code
+
+    if format not in ("text", "json"):
+        raise UsageError(f"--format {format}: neither text nor json")
+    settings = _settings(
+        config, steps=steps, fail_on=fail_on, strict=strict, threads=threads, kernels=kernels,
+        max_bytes_per_second=max_bytes,
+    )  # fmt: skip
+    choices = choices_of(
+        settings, only=only or (), ignore=ignore or (), rename=rename or (), map=map, exact=exact, resume=resume,
+        calibrate=calibrate or (), compute=compute_dtype, tokens=tokens, learning_rate=learning_rate, power=power,
+    )  # fmt: skip
+    with _progress() as progress:
+        found = compare_sides(reference, candidate, settings, choices, progress=progress)
+    if format == "json":
+        from auditor.report.compare_json import to_json
+
+        print(to_json(found, settings))
+    else:
+        from auditor.report.compare_text import compare_lines
+
+        _print_lines(compare_lines(found, settings, verbose=verbose))
+    raise typer.Exit(int(exit_code(found, settings)))
 
 
 @app.command("last-good")
@@ -165,7 +161,7 @@ def inspect(path: RunPath, steps: Steps = None, config: Config = None, format: F
 @app.command()
 def export(
     run: RunPath,
-    target: Annotated[str, typer.Argument(metavar="OUT.zarr", parser=_path, help="New, empty, or an export.")],
+    target: Annotated[str, typer.Argument(metavar="OUT.zarr", parser=parse_path, help="New, empty, or an export.")],
     steps: Steps = None, tensors: Tensors = None, config: Config = None, threads: Threads = None,
 ) -> None:  # fmt: skip
     """Write a run as a Zarr store on local disk, whatever layout it was saved in; verified by digest.
@@ -191,7 +187,7 @@ def export(
 
 @app.command()
 def patrol(
-    root: Annotated[str, typer.Argument(metavar="URL", parser=_path, help="Where runs lie, at any depth; or a path.")],
+    root: Annotated[str, typer.Argument(metavar="URL", parser=parse_path, help="Where runs lie, at any depth.")],
     ledger: Annotated[str, typer.Option("--ledger", metavar="URL", envvar="AUDITOR_LEDGER", help="Kept there.")],
     level: LevelName = None, select: Select = None, ignore: Ignore = None, fail_on: FailOn = None,
     strict: Strict = None, settle: Settle = None, config: Config = None, threads: Threads = None,

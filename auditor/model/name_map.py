@@ -48,6 +48,11 @@ class NameRule:
         fit = re.fullmatch(pattern + re.escape(self.source[at:]), name)
         return fit.groupdict() if fit else None
 
+    def renamed(self, name: str) -> str:
+        """What a name becomes where nothing but the name changes; empty where it doesn't fit, or more would change."""
+        words = self.match(name) if len(self.targets) == 1 and self.stack is None and self.transpose is None else None
+        return "" if words is None else _FIELD.sub(lambda found: words[found[1]], self.targets[0])
+
     def flaw(self) -> str:
         """What is wrong with the rule itself; empty if nothing is."""
         known = _FIELD.findall(self.source)

@@ -1,0 +1,153 @@
+"""The one orchestration of a comparison: both sides step by step, matched, judged, joined over steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from auditor.comparison.command import Choices
+from auditor.comparison.holding import Holding, Key
+from auditor.comparison.judging import Bench, Contents
+from auditor.comparison.matching import Matching, match, tied_to
+from auditor.comparison.outcome import PROVED, Compared, Comparison, Standing, StepComparison
+from auditor.comparison.rounding import Threshold, counted_steps, model_of
+from auditor.comparison.seeing import Views, views_of
+from auditor.comparison.side import Progress, Side, open_side
+from auditor.errors import NothingToAuditError
+from auditor.model.catalog import Role
+from auditor.settings import Settings
+
+
+def compare(
+    reference: str, candidate: str, settings: Settings, choices: Choices, *,
+    progress: Progress = lambda path, num_bytes: None,
+) -> Comparison:  # fmt: skip
+    """Hold two runs, steps or ledgers against each other.
+
+    Two single steps are compared whatever their numbers; of runs, the steps that both have.
+
+    Raises:
+        NothingToAuditError: a side has no checkpoint, or both have no step in common.
+        UsageError: a side has several runs; what was chosen can't be.
+        StorageError: a side can't be read.
+    """
+    begun = time.monotonic()
+    with ExitStack() as stack:
+        sides = [open_side(path, settings, stack, progress) for path in (reference, candidate)]
+        steps = steps_of(sides[0], sides[1], settings)
+        views = views_of(sides[0], sides[1], steps[0], choices)
+        found = Comparison(sides[0].location, sides[1].location, exact=choices.exact, maps=views.notes)
+        found.unrecognised = {**sides[0].unrecognised, **sides[1].unrecognised}
+        found.steps_alone = _alone(sides[0], sides[1], settings) if len(steps) > 1 else ((), ())
+        under_way = _UnderWay(sides[0], sides[1], views, choices)
+        for at in steps:
+            found.steps.append(under_way.step(*at))
+    found.seconds = time.monotonic() - begun
+    return found
+
+
+def steps_of(reference: Side, candidate: Side, settings: Settings) -> list[tuple[int, int]]:
+    """Which step of the reference is held against which of the candidate.
+
+    Raises:
+        NothingToAuditError: none is.
+    """
+    own, theirs = (sorted(settings.steps.choose(sorted(side.steps))) for side in (reference, candidate))
+    if len(own) == len(theirs) == 1:
+        return [(own[0], theirs[0])]
+    common = sorted(set(own) & set(theirs))
+    if not common:
+        raise NothingToAuditError(
+            f"{reference.location} and {candidate.location} have no step in common: {_few(own)} against {_few(theirs)}"
+        )
+    return [(step, step) for step in common]
+
+
+def _few(steps: Sequence[int]) -> str:
+    return f"steps {', '.join(map(str, steps[:4]))}{', …' if len(steps) > 4 else ''}" if steps else "no step"
+
+
+def _alone(reference: Side, candidate: Side, settings: Settings) -> tuple[Sequence[int], Sequence[int]]:
+    own, theirs = (settings.steps.choose(sorted(side.steps)) for side in (reference, candidate))
+    return sorted(own - theirs), sorted(theirs - own)
+
+
+@dataclass
+class _UnderWay:
+    """A comparison under way: what of earlier steps is still wanted."""
+
+    reference: Side
+    candidate: Side
+    views: Views
+    choices: Choices
+    noise: Callable[[int], Mapping[Key, Threshold]] = lambda step: {}
+    anchor: tuple[int, float] | None = None
+    """The newest step in which all weights were equal, and the optimizer steps counted by then."""
+    before: Contents = field(default_factory=dict)
+    """What the reference held in the step before."""
+
+    def step(self, own: int, theirs: int) -> StepComparison:
+        sketched = self.reference.is_ledger or self.candidate.is_ledger
+        left = self.views.reference(self.reference.steps[own], sketched)
+        right = self.views.candidate(self.candidate.steps[theirs], sketched)
+        pairing = match(left, right, self.choices.chosen, every_role=self.choices.resume)
+        num_steps = self._num_steps(left)
+        model = model_of(
+            left, right, pairing.pairs, num_steps, compute=self.choices.compute, num_terms=self.choices.num_terms,
+            learning_rate=self.choices.learning_rate,
+        )  # fmt: skip
+        contents = self._contents(left)
+        bench = Bench(left, right, model, self.noise(own), {**self.before, **contents})
+        judged = [bench.judge(pair) for pair in pairing.pairs]
+        rows = [_tied(row, left, right, pairing) for row, _ in judged]
+        self.before = {key: f"{text} of step {own}" for key, text in contents.items()}
+        weights = [row for row in rows if row.pair.role in (Role.PARAMETER, Role.MASTER)]
+        if weights and all(row.standing in PROVED for row in weights):
+            self.anchor = own, counted_steps(left) or float(own)
+        return StepComparison(
+            own, theirs, (left.path, right.path), (left.format, right.format), tuple(rows), num_steps,
+            _notes(pairing), (*left.failures, *right.failures), (*left.changed, *right.changed),
+            num_bytes_read=left.num_bytes_read + right.num_bytes_read,
+        )  # fmt: skip
+
+    def _num_steps(self, left: Holding) -> float:
+        counted = counted_steps(left) or float(left.step)
+        if self.anchor is None:
+            return max(1.0, counted)
+        return max(1.0, counted - self.anchor[1])
+
+    @staticmethod
+    def _contents(left: Holding) -> Contents:
+        """By content, the tensors of the reference: where one is found elsewhere, it was put in the wrong place."""
+        found: Contents = {}
+        for number, rows in left.rows.items():
+            what = left.tensors[number]
+            if what.num_elements > 1 and left.size(number):
+                found.setdefault((what.role, what.dtype.name, what.shape, left.lanes(rows[0])), what.name)
+        return found
+
+
+def _tied(row: Compared, left: Holding, right: Holding, pairing: Matching) -> Compared:
+    """A tensor that one side lacks, and the other holds under another name as well, is a tied one."""
+    pair = row.pair
+    if row.standing not in (Standing.LACKING, Standing.EXTRA):
+        return row
+    holding, number = (left, pair.reference) if pair.reference is not None else (right, pair.candidate)
+    others = [own for one in pairing.pairs if one.reference is not None and one.candidate is not None
+              for own in ([one.reference] if holding is left else [one.candidate])]  # fmt: skip
+    assert number is not None
+    same = tied_to(holding, number, others)
+    if same is None:
+        return row
+    return replace(row, standing=Standing.EQUAL, detail=f"tied: the same numbers as {same.name}, stored there alone")
+
+
+def _notes(pairing: Matching) -> tuple[str, ...]:
+    found = []
+    for side, roles in (("reference", pairing.roles_of_reference), ("candidate", pairing.roles_of_candidate)):
+        if roles:
+            named = ", ".join(role.value.replace("_", " ") for role in roles)
+            found.append(f"stored by the {side} alone, not compared: {named}")
+    return tuple(found)

@@ -1,0 +1,194 @@
+"""How one pair of tensors stands: equal by digest, else measured, explained, held against its threshold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from auditor.comparison.holding import Holding, Key, Lanes
+from auditor.comparison.lockstep import Distance, Stored, measure
+from auditor.comparison.matching import Pair
+from auditor.comparison.outcome import Amount, Compared, Standing
+from auditor.comparison.permutation import explain_order
+from auditor.comparison.rounding import Model, Threshold, of_moment, of_weight, uncertainty
+from auditor.comparison.softness import softness
+from auditor.model.catalog import Role
+from auditor.view.assemble import SourceLostError
+
+VAGUE = "calibrate with reruns of the reference"
+ROUNDED = (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT, Role.BUFFER)
+WEIGHTS = (Role.PARAMETER, Role.MASTER, Role.EMA)
+
+
+Contents = dict[tuple[Role, str, tuple[int, ...], Lanes], str]
+"""Role, dtype, shape and digest to what a tensor is called."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Two holdings on the bench, and by what their tensors are judged."""
+
+    reference: Holding
+    candidate: Holding
+    model: Model
+    noise: Mapping[Key, Threshold] = field(default_factory=dict)
+    """Calibrated thresholds."""
+    contents: Contents = field(default_factory=dict)
+    """What the reference holds, here and in the step before, to how it is called."""
+
+    def judge(self, pair: Pair) -> tuple[Compared, Distance | None]:
+        """How a pair stands, and what was measured of it where it was."""
+        if pair.reference is None or pair.candidate is None:
+            return self._lone(pair), None
+        left, right = self.reference.tensors[pair.reference], self.candidate.tensors[pair.candidate]
+        row = Compared(pair, Standing.UNDETERMINED, shown=self.candidate.renamed.get(right.name, ""))
+        if left.shape != right.shape:
+            return replace(row, standing=Standing.SHAPE, detail=_shapes(left.shape, right.shape)), None
+        own, theirs = self.reference.distinct(pair.reference), self.candidate.distinct(pair.candidate)
+        if not own or not theirs:
+            side = "reference" if not own else "candidate"
+            return replace(row, detail=f"not read whole in the {side}"), None
+        if left.dtype == right.dtype and len(own) == len(theirs) == 1 and self._equal(own[0], theirs[0]):
+            return replace(row, standing=Standing.EQUAL), None
+        try:
+            return self._unequal(row, own, theirs)
+        except SourceLostError as error:
+            return replace(row, detail=str(error)), None
+
+    def _lone(self, pair: Pair) -> Compared:
+        if pair.candidate is None:
+            return Compared(pair, Standing.LACKING)
+        return Compared(pair, Standing.EXTRA, shown=self.candidate.renamed.get(pair.name, ""))
+
+    def _equal(self, own: int, theirs: int) -> bool:
+        return self.reference.lanes(own) == self.candidate.lanes(theirs)
+
+    def _unequal(self, row: Compared, own: list[int], theirs: list[int]) -> tuple[Compared, Distance | None]:
+        """The pair of replicas that lie farthest apart speaks for the tensor."""
+        pair = row.pair
+        assert pair.reference is not None
+        assert pair.candidate is not None
+        notes = [f"{len(rows)} replicas of the {side} differ from each other" for rows, side in
+                 ((own, "reference"), (theirs, "candidate")) if len(rows) > 1]  # fmt: skip
+        row = replace(row, detail="; ".join(notes))
+        if self.reference.source is None or self.candidate.source is None:
+            return self._by_sketch(row, own[0], theirs), None
+        left = Stored(self.reference.source, pair.reference, int(self.reference.contents.replica[own[0]]))
+        found: tuple[float, Stored, Distance] | None = None
+        for at in theirs[:4]:
+            right = Stored(self.candidate.source, pair.candidate, int(self.candidate.contents.replica[at]))
+            apart = measure(left, right)
+            if found is None or apart.relative > found[0]:
+                found = apart.relative, right, apart
+        assert found is not None
+        return self._told(row, left, *found[1:]), found[2]
+
+    def _told(self, row: Compared, left: Stored, right: Stored, apart: Distance) -> Compared:
+        row = replace(row, amount=amount_of(apart))
+        if left.tensor.dtype != right.tensor.dtype and not apart.num_not_rounded and not apart.num_odd:
+            narrow = f"{left.tensor.dtype.name} against {right.tensor.dtype.name}, rounded to nearest"
+            return replace(row, standing=Standing.CAST, detail=_joined(row.detail, narrow))
+        row = self.against(row)
+        if row.standing in (Standing.ROUNDING, Standing.CAST):
+            return row
+        other = self._elsewhere(right)
+        if other:
+            return replace(row, detail=_joined(row.detail, f"holds the reference's {other}"))
+        order = explain_order(left, right, self._same_values(row.pair))
+        return replace(row, standing=Standing.REORDERED, detail=_joined(row.detail, order)) if order else row
+
+    def _elsewhere(self, right: Stored) -> str:
+        """Which other tensor of the reference the candidate holds here."""
+        assert self.candidate.source is not None
+        row = next(r for r in self.candidate.rows[right.number] if self.candidate.contents.replica[r] == right.replica)
+        what = right.tensor
+        return self.contents.get((what.role, what.dtype.name, what.shape, self.candidate.lanes(row)), "")
+
+    def _same_values(self, pair: Pair) -> bool:
+        """Whether both may hold the same numbers in another order."""
+        assert pair.reference is not None
+        assert pair.candidate is not None
+        if self.reference.tensors[pair.reference].dtype != self.candidate.tensors[pair.candidate].dtype:
+            return False
+        own = self.reference.contents.totals[self.reference.rows[pair.reference][0]]
+        theirs = self.candidate.contents.totals[self.candidate.rows[pair.candidate][0]]
+        same = all(own[name] == theirs[name] for name in ("minimum", "maximum", "num_zero", "num_nan"))
+        return bool(same and math.isclose(own["sum_squares"], theirs["sum_squares"], rel_tol=1e-9))
+
+    def _by_sketch(self, row: Compared, own: int, theirs: list[int]) -> Compared:
+        left = self.reference.contents.sketch[own]
+        rights = [int(self.candidate.contents.sketch[at]) for at in theirs]
+        if left < 0 or min(rights) < 0:
+            return replace(row, detail=_joined(row.detail, "the digests differ; there is no sketch to tell how far"))
+        one = self.reference.contents.sketches[left]
+        size = float(np.linalg.norm(one))
+        apart = max(float(np.linalg.norm(one - self.candidate.contents.sketches[right])) for right in rights)
+        count = int(np.prod(self.reference.tensors[row.pair.reference or 0].shape))
+        relative = apart / size if size else math.inf
+        return self.against(replace(row, amount=Amount(relative, -1, count, math.nan, estimated=True)))
+
+    def against(self, row: Compared) -> Compared:
+        """A measured pair held against its threshold."""
+        assert row.amount is not None
+        found = self.threshold(row.pair)
+        if not math.isfinite(row.amount.relative):
+            return replace(row, standing=Standing.BEYOND, detail=_joined(row.detail, _odd(row.amount)))
+        if isinstance(found, str):
+            return replace(row, detail=_joined(row.detail, found))
+        relative = row.amount.relative
+        standing = Standing.ROUNDING if relative <= found.relative else Standing.SUSPICIOUS
+        if relative > found.beyond:
+            standing = Standing.BEYOND
+        elif found.vague:
+            standing = Standing.UNDETERMINED
+            row = replace(row, detail=_joined(row.detail, f"rounding may be {found.relative:.2g} of it: {VAGUE}"))
+        return replace(row, standing=standing, threshold=found)
+
+    def threshold(self, pair: Pair) -> Threshold | str:
+        """Up to which difference a pair is within rounding, or why that is not known."""
+        known = self.noise.get((pair.role, pair.name))
+        if known is not None:
+            return known
+        assert pair.reference is not None
+        what, size = self.reference.tensors[pair.reference], self.reference.size(pair.reference)
+        if pair.role is Role.COUNTER:
+            return Threshold(0.0, "counters are equal", "derived")
+        if pair.role in ROUNDED:
+            return of_moment(self.model, pair, what.shape, size)
+        return of_weight(self.model, what.dtype, size, self.motion(pair))
+
+    def motion(self, pair: Pair) -> float | None:
+        """Length, in learning rates, by which a step may lead a weight apart; None without optimizer state."""
+        numbers = self.reference.numbers
+        first, second = (numbers.get((role, pair.name)) for role in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))
+        if first is None or pair.reference is None:
+            other = any(t.role in ROUNDED[:3] for t in self.reference.tensors)
+            count = self.reference.tensors[pair.reference or 0].num_elements
+            return 2.0 * math.sqrt(count) if other else None
+        shape = self.reference.tensors[first].shape
+        noise = uncertainty(self.model, pair, shape, self.reference.size(first))
+        if second is None or self.reference.source is None:
+            return 2.0 * math.sqrt(math.prod(shape)) if second is not None else noise * math.sqrt(math.prod(shape))
+        beta = self.model.betas[1] if self.model.betas else 0.999
+        correction = 1 - beta ** max(1.0, self.model.counted)
+        return softness(Stored(self.reference.source, second), noise, correction)
+
+
+def amount_of(apart: Distance) -> Amount:
+    """The part of a measure that stays."""
+    return Amount(apart.relative, apart.num_differ, apart.num_elements, apart.largest, apart.first)
+
+
+def _odd(amount: Amount) -> str:
+    return "elements are finite on one side alone" if amount.largest else "the reference is zero"
+
+
+def _joined(one: str, other: str) -> str:
+    return f"{one}; {other}" if one and other else one or other
+
+
+def _shapes(*shapes: tuple[int, ...]) -> str:
+    return " against ".join("×".join(map(str, shape)) or "scalar" for shape in shapes)

@@ -1,0 +1,150 @@
+"""Which tensor of one side is held against which of the other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from auditor.comparison.holding import Holding
+from auditor.model.catalog import Role, Tensor
+
+COMPARED = (
+    Role.PARAMETER, Role.MASTER, Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT, Role.BUFFER, Role.EMA,
+    Role.COUNTER,
+)  # fmt: skip
+"""In the order in which they are shown. Padding is no part of a model, objects are no numbers."""
+_WEIGHTS = (Role.PARAMETER, Role.MASTER)
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Tensors that are compared, by globs over names."""
+
+    only: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    def wants(self, name: str) -> bool:
+        """Whether a tensor is compared."""
+        chosen = not self.only or any(fnmatchcase(name, glob) for glob in self.only)
+        return chosen and not any(fnmatchcase(name, glob) for glob in self.ignore)
+
+
+EVERYTHING = Filter()
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A tensor of the reference and the one of the candidate that it is held against; None: that side lacks it."""
+
+    name: str
+    role: Role
+    order: int
+    reference: int | None
+    candidate: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Matching:
+    """All pairs of one step."""
+
+    pairs: tuple[Pair, ...]
+    """In model order, roles in the order of :data:`COMPARED`."""
+    roles_of_reference: tuple[Role, ...]
+    """Stored by the reference alone: nothing is said of them."""
+    roles_of_candidate: tuple[Role, ...]
+
+
+def match(reference: Holding, candidate: Holding, chosen: Filter, *, every_role: bool = False) -> Matching:
+    """Tensors of one role and name belong together.
+
+    Where one side's weights have the dtype of the other side's masters (an export in full precision) or stand alone as
+    masters (ZeRO-3), weights are held against masters. Roles that one side does not store at all are not compared,
+    unless ``every_role`` must be there.
+    """
+    pairs = [pair for pair in _pairs(reference, candidate) if chosen.wants(pair.name)]
+    stored = [{role for role in COMPARED if any(_has(pair, role, side) for pair in pairs)} for side in (0, 1)]
+    alone = [() if every_role else _in_order(stored[side] - stored[1 - side]) for side in (0, 1)]
+    kept = [pair for pair in pairs if pair.role not in (*alone[0], *alone[1])]
+    kept.sort(key=lambda pair: (pair.order, pair.name, COMPARED.index(pair.role)))
+    return Matching(tuple(kept), alone[0], alone[1])
+
+
+def _has(pair: Pair, role: Role, side: int) -> bool:
+    return pair.role is role and (pair.candidate if side else pair.reference) is not None
+
+
+def _in_order(roles: set[Role]) -> tuple[Role, ...]:
+    return tuple(role for role in COMPARED if role in roles)
+
+
+def _pairs(reference: Holding, candidate: Holding) -> Iterator[Pair]:
+    own = _by_role(reference)
+    theirs = _by_role(candidate)
+    crossed = _crossed(reference, candidate)
+    for role in COMPARED:
+        for name in dict.fromkeys((*own.get(role, {}), *theirs.get(role, {}))):
+            left, right = own.get(role, {}).get(name), theirs.get(role, {}).get(name)
+            if role in _WEIGHTS and name in crossed:
+                continue
+            side, number = (reference, left) if left is not None else (candidate, right)
+            assert number is not None
+            yield Pair(name, role, side.tensors[number].order, left, right)
+    for name, (left, right) in crossed.items():
+        yield Pair(name, Role.PARAMETER, reference.tensors[left].order, left, right)
+
+
+def _by_role(holding: Holding) -> dict[Role, dict[str, int]]:
+    found: dict[Role, dict[str, int]] = {}
+    for (role, name), number in holding.numbers.items():
+        found.setdefault(role, {})[name] = number
+    return found
+
+
+def _crossed(reference: Holding, candidate: Holding) -> dict[str, tuple[int, int]]:
+    """Weights that are held against masters, by name."""
+    found = {}
+    names = {name for role, name in (*reference.numbers, *candidate.numbers) if role in _WEIGHTS}
+    for name in names:
+        left, right = _weights(reference, name), _weights(candidate, name)
+        if not left or not right or {role for role, _ in left} & {role for role, _ in right} == set(_WEIGHTS):
+            continue
+        same_role = [(a, b) for a in left for b in right if a[0] is b[0]]
+        if any(_dtype(reference, a) == _dtype(candidate, b) for a, b in same_role):
+            continue
+        alike = [(a, b) for a in left for b in right if _dtype(reference, a) == _dtype(candidate, b)]
+        if alike or not same_role:
+            (a, b), *_ = alike or [(left[-1], right[-1])]
+            found[name] = a[1], b[1]
+    return found
+
+
+def _weights(holding: Holding, name: str) -> list[tuple[Role, int]]:
+    return [(role, holding.numbers[role, name]) for role in _WEIGHTS if (role, name) in holding.numbers]
+
+
+def _dtype(holding: Holding, entry: tuple[Role, int]) -> str:
+    return holding.tensors[entry[1]].dtype.name
+
+
+def module_of(name: str) -> str:
+    """The module that a tensor belongs to: its name without the last part.
+
+    >>> module_of("layers.0.norm.weight"), module_of("scale")
+    ('layers.0.norm', '')
+    """
+    return name.rpartition(".")[0]
+
+
+def tied_to(holding: Holding, number: int, matched: Sequence[int]) -> Tensor | None:
+    """Another tensor of the same side and role, among ``matched``, that holds the same content: a tied one."""
+    rows = holding.rows.get(number)
+    if not rows:
+        return None
+    what, lanes = holding.tensors[number], holding.lanes(rows[0])
+    for other in matched:
+        tensor, found = holding.tensors[other], holding.rows.get(other)
+        alike = (tensor.shape, tensor.dtype, tensor.role) == (what.shape, what.dtype, what.role)
+        if found and alike and holding.lanes(found[0]) == lanes:
+            return tensor
+    return None

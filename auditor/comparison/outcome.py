@@ -1,0 +1,188 @@
+"""What a comparison says: of a pair of tensors, of a step, of two runs. Pure."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from auditor.comparison.matching import Pair
+from auditor.comparison.rounding import Threshold
+from auditor.model.catalog import Role
+from auditor.model.finding import LikelyCause, Severity
+
+
+class Standing(enum.Enum):
+    """How two tensors stand to each other. Values are the report's words."""
+
+    EQUAL = "equal"
+    CAST = "equal but for the dtype"
+    ROUNDING = "rounding"
+    SUSPICIOUS = "suspicious"
+    BEYOND = "beyond rounding"
+    REORDERED = "other order"
+    SHAPE = "other shape"
+    LACKING = "not in the candidate"
+    EXTRA = "not in the reference"
+    UNDETERMINED = "undetermined"
+
+
+DIFFERENT = (Standing.BEYOND, Standing.REORDERED, Standing.SHAPE, Standing.LACKING, Standing.EXTRA)
+PROVED = (Standing.EQUAL, Standing.CAST)
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How much a pair differs."""
+
+    relative: float
+    """Frobenius norm of the difference over that of the reference."""
+    num_differ: int
+    num_elements: int
+    largest: float
+    first_index: tuple[int, ...] = ()
+    estimated: bool = False
+    """Whether it is told from sketches: within about a tenth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Power:
+    """The smallest planted errors that would have been found in one tensor."""
+
+    factor: float
+    """A tensor scaled by one plus this."""
+    rolled: float | None
+    """Relative size of the reference against itself moved by one row; None where it has no rows."""
+    detects_roll: bool
+    smallest_part: int
+    """Of how many equal parts of a sum one may lack before it is no more found; 0 where even half of it is not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One pair of tensors."""
+
+    pair: Pair
+    standing: Standing
+    amount: Amount | None = None
+    threshold: Threshold | None = None
+    detail: str = ""
+    """The permutation, the shapes, or why nothing is determined."""
+    causes: tuple[LikelyCause, ...] = ()
+    power: Power | None = None
+    shown: str = ""
+    """What the candidate's own files call it, where that differs."""
+
+    @property
+    def margin(self) -> float:
+        """The difference as a multiple of its threshold; NaN where there is none."""
+        if self.amount is None or self.threshold is None or not self.threshold.relative:
+            return math.nan
+        return self.amount.relative / self.threshold.relative
+
+    @property
+    def severity(self) -> Severity | None:
+        """How bad it is; None where nothing is wrong."""
+        if self.standing in DIFFERENT:
+            minor = self.pair.role in (Role.BUFFER, Role.COUNTER) and self.standing is not Standing.BEYOND
+            # A converter that keeps more state than there was (masters of tied names) takes nothing away.
+            more = self.standing is Standing.EXTRA and self.pair.role is not Role.PARAMETER
+            return Severity.WARNING if minor or more else Severity.ERROR
+        return Severity.WARNING if self.standing is Standing.SUSPICIOUS else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepComparison:
+    """Two saved steps."""
+
+    step: int
+    """Of the reference."""
+    candidate_step: int
+    paths: tuple[str, str]
+    formats: tuple[str, str]
+    rows: tuple[Compared, ...]
+    """In model order."""
+    num_steps: float = 0.0
+    """Optimizer steps for which differences could grow."""
+    notes: tuple[str, ...] = ()
+    """What was not compared, and why."""
+    failures: tuple[str, ...] = ()
+    changed: tuple[str, ...] = ()
+    causes: tuple[LikelyCause, ...] = ()
+    """That concern several tensors at once."""
+    recorded: tuple[str, ...] = ()
+    """Numbers that both sides record and that differ: rates, counters."""
+    num_bytes_read: int = 0
+
+    def counts(self) -> Counter[Standing]:
+        """Pairs by standing."""
+        return Counter(row.standing for row in self.rows)
+
+    def of(self, *standings: Standing) -> list[Compared]:
+        """The pairs that stand so."""
+        return [row for row in self.rows if row.standing in standings]
+
+
+class Course(enum.Enum):
+    """How differences go on over the steps. Values are the report's words."""
+
+    NOISE = "noise-seeded growth"
+    JUMP = "a jump"
+    STEADY = "of steady size"
+    AGREES = "within rounding throughout"
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """How the difference of one role goes on over the steps."""
+
+    role: Role
+    course: Course
+    points: tuple[tuple[int, float], ...]
+    """(step, relative difference over all tensors of the role)."""
+    jump: int | None = None
+    """The step in which it jumped."""
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Two runs, or steps."""
+
+    reference: str
+    candidate: str
+    steps: list[StepComparison] = field(default_factory=list)
+    exact: bool = False
+    """Whether rounding is a difference, too."""
+    reruns: tuple[str, ...] = ()
+    maps: tuple[str, ...] = ()
+    """Name maps that were chosen without being asked for, and how many tensors they brought together."""
+    growing: tuple[Growing, ...] = ()
+    unrecognised: Mapping[str, str] = field(default_factory=dict)
+    steps_alone: tuple[Sequence[int], Sequence[int]] = ((), ())
+    """Steps of one side that the other does not have."""
+    seconds: float = 0.0
+
+    @property
+    def first_beyond(self) -> StepComparison | None:
+        """The first step in which something is different."""
+        return next((step for step in self.steps if self.failing(step)), None)
+
+    @property
+    def last_equal(self) -> int | None:
+        """The newest step up to which all that was compared is equal in every step."""
+        found = None
+        for step in self.steps:
+            if any(row.standing not in PROVED for row in step.rows) or not step.rows:
+                break
+            found = step.step
+        return found
+
+    def failing(self, step: StepComparison, at: Severity = Severity.ERROR) -> list[Compared]:
+        """The pairs of a step that are different."""
+        rounded = [Standing.ROUNDING, Standing.SUSPICIOUS] if self.exact else []
+        return [
+            row for row in step.rows
+            if row.standing in rounded or (row.severity is not None and row.severity >= at)
+        ]  # fmt: skip

@@ -1,0 +1,211 @@
+"""How far two runs that must agree may be apart by round-off alone. Pure; the derivation is docs/rounding-bound.md.
+
+Both sides began with equal weights and saw equal batches. Their gradients differ by rounding; moments are averages of
+gradients; weights follow from moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from auditor.comparison.holding import Holding, Key
+from auditor.comparison.matching import Pair
+from auditor.invariants.related import layer
+from auditor.model.catalog import Role
+from auditor.model.dtype import DTYPES, DType, Kind
+
+ROUNDINGS = 4.0
+"""Roundings to the dtype of the computation that one module adds: k of the bound that TTrace's users state."""
+GROWTH = 1.03
+"""Largest factor by which one layer passes an error on to the layer below it, C of the same bound."""
+CONFIDENCE = 4.0
+"""λ of the probabilistic bound on a sum of n terms, λ√n·u (Higham and Mary 2019): holds with probability 0.9993."""
+SUSPICIOUS = 4.0
+"""Up to this multiple of the threshold a difference is suspicious: constants of other models are known no better."""
+SAYS_NOTHING = 0.5
+"""A threshold above which half of a tensor may be rounding tells nothing."""
+ACCUMULATOR = "float32"
+"""In which matrix products are summed, whatever the dtype of their factors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """Up to which relative difference something is rounding."""
+
+    relative: float
+    how: str
+    """The derivation with its numbers."""
+    kind: str
+    """``derived`` or ``calibrated``."""
+    num_runs: int = 0
+    """Runs behind a calibrated one."""
+    vague: bool = False
+    """Whether rounding may be so large that a difference within it tells nothing."""
+    suspicious: float = SUSPICIOUS
+    """The multiple up to which a difference is suspicious, and beyond rounding above it."""
+
+    @property
+    def beyond(self) -> float:
+        """From here on a difference is beyond rounding."""
+        return self.relative * self.suspicious
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the derived bound needs to know of both runs."""
+
+    compute: DType
+    """The lowest dtype in which either side keeps its weights, or the stated one."""
+    num_steps: float
+    """Optimizer steps since both were equal."""
+    layers: tuple[str, ...]
+    """Numbers of layers in model order."""
+    levels: Mapping[tuple[Role, str], float]
+    """Role and layer to the root mean square of the reference's elements."""
+    num_terms: int = 0
+    """Terms of the longest sum that no shape shows (tokens a batch), where they are stated."""
+    learning_rate: float | None = None
+    betas: tuple[float, float] | None = None
+    has_masters: bool = False
+    counted: float = 1.0
+    """The reference's own count of optimizer steps."""
+
+    def depth(self, name: str) -> int:
+        """Layers that an error passes on its way back from the loss to this one, itself included."""
+        number = layer(name)
+        if number in self.layers:
+            return len(self.layers) - self.layers.index(number)
+        return len(self.layers) + 1
+
+    def gradient(self, name: str, shape: Sequence[int]) -> tuple[float, str]:
+        """The expected relative round-off of a gradient, and its derivation."""
+        own, sums = epsilon(self.compute), epsilon(DTYPES[ACCUMULATOR]) / 2
+        terms = max([*shape, self.num_terms, 1])
+        grown = GROWTH ** self.depth(name)
+        found = (ROUNDINGS * own + CONFIDENCE * math.sqrt(terms) * sums) * grown
+        text = (
+            f"({ROUNDINGS:g}·2^{math.log2(own):g} + {CONFIDENCE:g}·√{terms}·2^{math.log2(sums):g})"
+            f"·{GROWTH:g}^{self.depth(name)}"
+        )
+        return found, text
+
+    def floor(self, role: Role, name: str, num_elements: int) -> float:
+        """Length that a tensor of this size has where its elements are as large as its layer's."""
+        return self.levels.get((role, layer(name)), 0.0) * math.sqrt(num_elements)
+
+
+def epsilon(dtype: DType) -> float:
+    """Distance from one to the next number, 2^-m."""
+    return 2.0**-dtype.mantissa_bits
+
+
+def model_of(
+    reference: Holding, candidate: Holding, pairs: Sequence[Pair], num_steps: float, *,
+    compute: str = "", num_terms: int = 0, learning_rate: float | None = None,
+) -> Model:  # fmt: skip
+    """What both sides record of how they computed."""
+    weights = [(reference, p.reference) for p in pairs if p.role is Role.PARAMETER and p.reference is not None]
+    weights += [(candidate, p.candidate) for p in pairs if p.role is Role.PARAMETER and p.candidate is not None]
+    dtypes = [side.tensors[number].dtype for side, number in weights]
+    floats = [dtype for dtype in dtypes if dtype.kind is Kind.FLOAT and dtype.bits >= 16]
+    lowest = min(floats, key=lambda dtype: dtype.mantissa_bits, default=DTYPES["float32"])
+    names = [pair.name for pair in sorted(pairs, key=lambda pair: pair.order)]
+    layers = tuple(dict.fromkeys(number for name in names if (number := layer(name)) != name))
+    rates = [rate for rate in _rates(reference) if rate > 0]
+    masters = any(tensor.role is Role.MASTER for tensor in reference.tensors)
+    return Model(
+        DTYPES[compute] if compute else lowest, num_steps, layers, _levels(reference), num_terms,
+        learning_rate or max(rates, default=None), _betas(reference), masters, counted_steps(reference) or num_steps,
+    )  # fmt: skip
+
+
+def _rates(holding: Holding) -> list[float]:
+    found = [group.hyperparameters.get(name) for group in holding.groups for name in ("lr", "initial_lr", "max_lr")]
+    return [float(rate) for rate in found if isinstance(rate, (int, float)) and math.isfinite(rate)]
+
+
+def _betas(holding: Holding) -> tuple[float, float] | None:
+    for group in holding.groups:
+        betas = group.hyperparameters.get("betas")
+        if isinstance(betas, tuple) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas):
+            return betas[0], betas[1]
+    return None
+
+
+def counted_steps(holding: Holding) -> float:
+    """The largest count of optimizer steps that a side records; 0 where it records none."""
+    counts = [scalar.value for scalar in holding.scalars if scalar.tensor and math.isfinite(scalar.value)]
+    own = [group.step for group in holding.groups if group.step is not None]
+    counts += [step for step in own if math.isfinite(step)]
+    return float(max([0.0, *counts]))
+
+
+def _levels(holding: Holding) -> dict[tuple[Role, str], float]:
+    """The root mean square over all elements of one role in one layer."""
+    squares: dict[tuple[Role, str], list[float]] = {}
+    for number, tensor in enumerate(holding.tensors):
+        total = squares.setdefault((tensor.role, layer(tensor.name)), [0.0, 0.0])
+        total[0] += holding.size(number) ** 2
+        total[1] += tensor.num_elements
+    return {key: math.sqrt(square / count) for key, (square, count) in squares.items() if count and square}
+
+
+def of_moment(model: Model, pair: Pair, shape: Sequence[int], size: float) -> Threshold | str:
+    """The threshold of a moment (or a buffer), or why there is none.
+
+    ``size``: length of the reference's tensor. A tensor whose gradient is far smaller than those around it is a
+    difference of larger numbers (the bias of attention's keys is the plainest case: its gradient is zero but for
+    rounding): its round-off is theirs.
+    """
+    share, text = model.gradient(pair.name, shape)
+    if pair.role is Role.SECOND_MOMENT:
+        share, text = 2 * share, f"2·{text}"
+    if model.num_steps > 1:
+        share, text = model.num_steps * share, f"{model.num_steps:g} steps·{text}"
+    floor = model.floor(pair.role, pair.name, math.prod(shape))
+    if not size:
+        return "the reference is zero"
+    if floor > size:
+        share, text = share * floor / size, f"{text}·{floor / size:.3g} (small beside its layer)"
+    return Threshold(share, text, "derived", vague=share > SAYS_NOTHING)
+
+
+def uncertainty(model: Model, pair: Pair, shape: Sequence[int], moment: float) -> float:
+    """Round-off of one element of the gradient, an absolute number.
+
+    ``moment``: length of the reference's first moment of the parameter.
+    """
+    share, _ = model.gradient(pair.name, shape)
+    first = model.betas[0] if model.betas else 0.9
+    size = max(moment, model.floor(Role.FIRST_MOMENT, pair.name, math.prod(shape)))
+    correction = 1 - math.pow(first, max(1.0, model.counted))
+    return share * size / math.sqrt(max(1, math.prod(shape))) / correction
+
+
+def of_weight(model: Model, dtype: DType, size: float, motion: float | None) -> Threshold | str:
+    """The threshold of a weight or master, or why there is none.
+
+    ``size``: length of the reference's tensor; ``motion``: the length by which one step of the optimizer may lead
+    apart, in units of the learning rate; None where no optimizer state tells.
+    """
+    own = epsilon(dtype)
+    times = 1.0 if model.has_masters and dtype.bits < 32 else max(1.0, model.num_steps)
+    stored, text = own * times, f"{times:g}·2^{math.log2(own):g}"
+    if not size:
+        return "the reference is zero"
+    if motion is None:
+        # Nothing says that anything was trained apart: the same weights, stored twice.
+        return Threshold(stored, f"{text} (one set of weights, stored twice: there is no optimizer state)", "derived")
+    if model.learning_rate is None:
+        return "no learning rate is recorded, so it is not known how far a step leads apart: --learning-rate states it"
+    steps = max(1.0, model.num_steps)
+    apart = steps * model.learning_rate * motion / size
+    how = f"{text} + {steps:g}·{model.learning_rate:g}·{motion / size:.3g}"
+    return Threshold(stored + apart, how, "derived", vague=stored + apart > SAYS_NOTHING)
+
+
+def key_of(pair: Pair) -> Key:
+    """By which calibrated noise is kept."""
+    return pair.role, pair.name

@@ -1,0 +1,46 @@
+"""From a comparison to one word and one exit code."""
+
+from __future__ import annotations
+
+from auditor.comparison.outcome import DIFFERENT, PROVED, Comparison, Standing
+from auditor.settings import Settings
+from auditor.verdict import ExitCode, ordered
+
+
+def exit_codes(found: Comparison, settings: Settings) -> list[ExitCode]:
+    """All codes that apply, first the one that wins."""
+    codes = {ExitCode.HOLDS}
+    rows = [row for step in found.steps for row in step.rows]
+    if any(found.failing(step, settings.fail_on) for step in found.steps):
+        codes.add(ExitCode.VIOLATED)
+    open_ones = [row for row in rows if row.standing is Standing.UNDETERMINED]
+    if settings.strict and open_ones:
+        codes.add(ExitCode.VIOLATED)
+    if any(step.failures for step in found.steps) or found.unrecognised or (rows and len(open_ones) == len(rows)):
+        codes.add(ExitCode.INCOMPLETE)
+    if any(step.changed for step in found.steps):
+        codes.add(ExitCode.CHANGED)
+    if not any(row.standing in (*PROVED, Standing.ROUNDING, Standing.SUSPICIOUS) or row.amount for row in rows):
+        # Nothing was held against anything: a script must not take that for equal.
+        codes.add(ExitCode.VIOLATED if any(row.standing in DIFFERENT for row in rows) else ExitCode.NOTHING)
+    return ordered(codes)
+
+
+def exit_code(found: Comparison, settings: Settings) -> ExitCode:
+    """The code of the comparison."""
+    return exit_codes(found, settings)[0]
+
+
+def verdict(found: Comparison, settings: Settings) -> str:
+    """One phrase: equal, agrees up to rounding, differs, undetermined, incomplete."""
+    codes = exit_codes(found, settings)
+    rows = [row for step in found.steps for row in step.rows]
+    if ExitCode.VIOLATED in codes and any(found.failing(step, settings.fail_on) for step in found.steps):
+        return "differs"
+    if ExitCode.INCOMPLETE in codes or ExitCode.CHANGED in codes:
+        return "incomplete"
+    if any(row.standing is Standing.UNDETERMINED for row in rows) or not rows:
+        return "undetermined" if not any(row.standing in PROVED for row in rows) else "undetermined in part"
+    if any(row.standing is Standing.SUSPICIOUS for row in rows):
+        return "agrees up to rounding, some of it suspicious"
+    return "equal" if all(row.standing in PROVED for row in rows) else "agrees up to rounding"
