@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from timing import (
 )
 
 from auditor.audit import audit
+from auditor.cli import TURN_SECONDS
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 
@@ -161,6 +163,8 @@ def main() -> None:
     )
     parser.add_argument("--rss", type=words, default=[], help="peak memory for runs of so many GiB, as in 1,4,16")
     options = parser.parse_args()
+    # As the command does.
+    sys.setswitchinterval(TURN_SECONDS)
     if options.run:
         speeds(options.run, options)
     elif options.parts != [""]:
