@@ -24,7 +24,7 @@ _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
 
 
 BULK_BYTES = 128 << 10
-"""Who reads so much at once reads weights, from front to back and never again."""
+"""Files so large hold weights, which are read from front to back and never again."""
 
 
 class LocalStore:
@@ -82,25 +82,24 @@ class LocalStore:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise StorageError(f"{name}: not a regular file")
+            if status.st_size >= BULK_BYTES:
+                # Here, as the compiled kernels take the descriptor and read by themselves.
+                _advise(descriptor)
             yield LocalHandle(descriptor, replace(_entry(name, status), link_name=_link_name(self._path(name))))
         finally:
             os.close(descriptor)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LocalHandle:
     """An open file."""
 
     descriptor: int
     entry: Entry
-    advised: bool = False
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` from ``offset`` on; several reads where the kernel gives less than asked."""
         done = 0
-        if not self.advised and len(buffer) >= BULK_BYTES:
-            self.advised = True
-            _advise(self.descriptor)
         while done < len(buffer):
             try:
                 count = os.preadv(self.descriptor, [buffer[done:]], offset + done)

@@ -15,7 +15,7 @@ import pytest
 from auditor.errors import AuditorError
 from auditor.storage import local, retrying
 from auditor.storage.faulty import Faults, FaultyStore
-from auditor.storage.local import LocalStore
+from auditor.storage.local import BULK_BYTES, LocalStore
 from auditor.storage.memory import MemoryStore
 from auditor.storage.retrying import RetryingStore
 from auditor.storage.roots import store_at
@@ -26,6 +26,7 @@ from auditor.storage.store import (
     StorageError,
     TransientReadError,
     base_name,
+    descriptor_of,
     join,
     read_bytes,
     read_text,
@@ -608,3 +609,14 @@ def test_faulty_waits_at_every_read(monkeypatch):
         read_bytes(handle, 0, 1)
         read_bytes(handle, 1, 1)
     assert asked == [0.5, 0.5]
+
+
+def test_large_files_are_read_past_without_pushing_others_out_of_memory(tmp_path, monkeypatch):
+    """Also where the compiled kernels read by the descriptor alone."""
+    (tmp_path / "large").write_bytes(bytes(BULK_BYTES))
+    (tmp_path / "small").write_bytes(bytes(10))
+    advised = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda number, *rest: advised.append((number, rest)))
+    store = LocalStore(tmp_path)
+    with store.open("large") as large, store.open("small"):
+        assert advised == [(descriptor_of(large), (0, 0, os.POSIX_FADV_NOREUSE))]
