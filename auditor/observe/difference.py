@@ -103,7 +103,8 @@ class _Tally:
         self.max_difference = self.scale = 0.0
         self.max_ulps = 0 if tensor.dtype.kind is Kind.FLOAT else -1
         self.first: int | None = None
-        self.buffers = bytearray(BUFFER_BYTES), bytearray(BUFFER_BYTES)
+        # Not filled with zeros: for a small tensor that would take longer than all the rest.
+        self.buffers = np.empty(BUFFER_BYTES, np.uint8), np.empty(BUFFER_BYTES, np.uint8)
 
     def compare(self, cell: Box, sides: Sequence[tuple[Handle, Piece]]) -> None:
         """Add one cell that lies within one piece of either side."""
@@ -119,7 +120,7 @@ class _Tally:
             self.add(box, left, right)
 
     def read(
-        self, handle: Handle, piece: Piece, box: Box, buffer: bytearray, widen: bool
+        self, handle: Handle, piece: Piece, box: Box, buffer: NDArray[np.uint8], widen: bool
     ) -> NDArray[np.unsignedinteger]:
         offset, strides = placed_in_file(piece, self.tensor.shape, box)
         shape = box.shape

@@ -54,7 +54,7 @@ def read_slab(
     strides: Sequence[int],
     offset: int,
     carrier: np.dtype[np.unsignedinteger],
-    buffer: bytearray,
+    buffer: bytearray | NDArray[np.uint8],
 ) -> NDArray[np.unsignedinteger]:
     """One slab of the array whose first element is at byte ``offset``, as a view of ``buffer``.
 
@@ -64,7 +64,7 @@ def read_slab(
         StorageError: as the handle's reads.
     """
     num_bytes = slab.span * carrier.itemsize
-    handle.read_into(offset + slab.first * carrier.itemsize, memoryview(buffer)[:num_bytes])
+    handle.read_into(offset + slab.first * carrier.itemsize, memoryview(buffer)[:num_bytes])  # type: ignore[arg-type]
     flat = np.frombuffer(buffer, carrier, slab.span)
     return view(flat, slab.shape, strides)
 
