@@ -19,6 +19,7 @@ from auditor.adapters.dcp.sources import Source, coordinate_of, every_key, open_
 from auditor.adapters.dcp.tensors import AXIS, TensorPlacing
 from auditor.adapters.hugging_face.files import open_json
 from auditor.adapters.step_file import Opened, StepFile
+from auditor.containers.ahead import several
 from auditor.model.catalog import Catalog, Problem, ProblemKind, Scalar
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
 from auditor.storage.store import Store, base_name, join
@@ -29,7 +30,8 @@ class DcpReading:
 
     def __init__(self, store: Store, folder: Folder, parts: Sequence[Part], options: Options) -> None:
         self.store, self.folder, self.parts, self.names_only = store, folder, parts, options.names_only
-        self.sources = [open_index(store, part, name) for part in parts for name in part.metadata]
+        named = [(part, name) for part in parts for name in part.metadata]
+        self.sources = [*several(store, lambda each: open_index(store, *each), named)]
         self.builder = CatalogBuilder()
         self.opaque: Counter[str] = Counter()
         self.claimed: set[str] = set()
@@ -39,8 +41,7 @@ class DcpReading:
         """The Catalog of the step."""
         for source in self.sources:
             self._add_index(source)
-            for file in source.files.values():
-                self._open_data(source, file)
+            self._open_data(source)
         self._add_trainer_state()
         for part in self.parts:
             self._add_marker(part)
@@ -95,13 +96,19 @@ class DcpReading:
         self.opaque.update(index.opaque)
         self.builder.file(source.opened.as_file(folder, "dcp-metadata", source.coordinate, index.opaque))
 
-    def _open_data(self, source: Source, file: DataFile) -> None:
+    def _open_data(self, source: Source) -> None:
+        """Open all data files that an index names, many at once where the store takes long to answer."""
         folder = source.part.folder
-        opened = open_data(self.store, folder, source.index, file, source.contents, names_only=self.names_only)
-        self.opaque.update(file.opaque)
-        self._add_file(folder, opened, "dcp", file)
-        if not opened.lost:
-            self.flaws += [(source, flaw) for flaw in file.flaws]
+
+        def opened_of(file: DataFile) -> Opened[None]:
+            return open_data(self.store, folder, source.index, file, source.contents, names_only=self.names_only)
+
+        files = [*source.files.values()]
+        for file, opened in zip(files, several(self.store, opened_of, files), strict=True):
+            self.opaque.update(file.opaque)
+            self._add_file(folder, opened, "dcp", file)
+            if not opened.lost:
+                self.flaws += [(source, flaw) for flaw in file.flaws]
 
     def _add_marker(self, part: Part) -> None:
         """Lightning's own file, which it writes after the index."""

@@ -12,6 +12,7 @@ from auditor.adapters.adapter import Folder
 from auditor.adapters.step_file import Opened
 from auditor.containers.damage import DamagedError, UnsupportedError
 from auditor.containers.dcp_columns import DcpMetadata, Described
+from auditor.containers.dcp_forms import Forms
 from auditor.containers.dcp_items import CODECS, Found, Item, read_items
 from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import StoredTensor
@@ -42,6 +43,8 @@ class Contents:
     """Rows of tensors in a form that is not known."""
     dtypes: dict[int, DType] = field(default_factory=dict)
     """Rows of counters that are tensors."""
+    forms: Forms = field(default_factory=Forms)
+    """What the items that were opened have in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,7 @@ def _read(handle: Handle, index: DcpMetadata, file: DataFile, contents: Contents
     content = EncodingBuilder()
     wrongs: list[str] = []
     unknown: list[str] = []
-    for row, found in zip(file.rows, read_items(handle, items), strict=False):
+    for row, found in zip(file.rows, read_items(handle, items, contents.forms), strict=False):
         name = index.names[index.item_name[row]]
         if isinstance(found, UnsupportedError):
             unknown.append(f"the item of {name}: {found}")

@@ -50,8 +50,7 @@ class MegatronDistReading(DcpReading):
         self._add_own(config)
         (source,) = self.sources
         self._add_index(source)
-        for file in source.files.values():
-            self._open_data(source, file)
+        self._open_data(source)
         self._add_unnamed(source.part)
         args = self.recorded.args
         ranks = Ranks(

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from auditor.containers.compression import ZstdStream, read_all
 from auditor.containers.damage import DamagedError, UnsupportedError
+from auditor.containers.dcp_forms import Forms
 from auditor.containers.encoded import InMemory, Stored
 from auditor.containers.torch_zip import StoredTensor, read_number, read_torch_file, tensor_at
 from auditor.containers.zip_directory import archive_before
@@ -84,6 +85,13 @@ class _Ahead:
         self.inner.read_into(start, buffer)
         self._held = [*self._held[-1:], (start, stop, buffer)]
 
+    def held(self, start: int, stop: int) -> bytes:
+        """A range that is in memory; empty where it is not."""
+        for low, high, content in self._held:
+            if low <= start and stop <= high:
+                return bytes(content[start - low : stop - low])
+        return b""
+
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer``, from memory where it is there."""
         end = offset + len(buffer)
@@ -111,38 +119,60 @@ class Found:
 Result = Found | DamagedError | UnsupportedError
 
 
-def read_items(handle: Handle, items: Sequence[Item]) -> Iterator[Result]:
+def read_items(handle: Handle, items: Sequence[Item], forms: Forms | None = None) -> Iterator[Result]:
     """What each item holds, or what is wrong with it. ``items`` in order of their offsets, within the file.
+
+    ``forms``: what was learned of items of other files by the same writer.
 
     Raises:
         StorageError: storage failed.
     """
-    ahead, head, held = _Ahead(handle), 0, 0
+    ahead, held, forms = _Ahead(handle), 0, forms or Forms()
     first = next((at for at, item in enumerate(items) if item.num_weight_bytes), len(items))
-    stretches = _stretches(items[:first], 0)
+    stretches = _stretches(items if forms.head else items[:first], forms)
     for position, item in enumerate(items):
         while held < item.stop and (stretch := next(stretches, None)) is not None:
             ahead.hold(*stretch)
             held = stretch[1]
-        found = _read(ahead, item)
-        if (
-            not head
-            and item.num_weight_bytes
-            and not item.codec
-            and isinstance(found, Found)
-            and isinstance(found.content, StoredTensor)
-        ):
-            # The layout of one item tells that of those that the same writer wrote after it.
-            head = found.content.offset - item.offset
-            stretches, held = _stretches(items[position + 1 :], head), item.stop
+        known = forms.head
+        found = _read_as_before(ahead, item, forms) or _read(ahead, item)
         yield found
+        if item.num_weight_bytes and not item.codec and isinstance(found, Found):
+            _learn(ahead, item, found, forms)
+        if forms.head != known:
+            # The layout of one item tells that of those that the same writer wrote after it.
+            stretches, held = _stretches(items[position + 1 :], forms), item.stop
 
 
-def _stretches(items: Sequence[Item], head: int) -> Iterator[tuple[int, int]]:
+def _read_as_before(ahead: _Ahead, item: Item, forms: Forms) -> Found | None:
+    """An item of a known form, with the least effort; None where it is none such."""
+    form = forms.get(item.length, item.num_weight_bytes) if item.num_weight_bytes and not item.codec else None
+    if form is None:
+        return None
+    start = item.offset + form.head
+    head, tail = ahead.held(item.offset, start), ahead.held(start + item.num_weight_bytes, item.stop)
+    tensor = form.tensor(head, tail) if head and tail else None
+    if tensor is None:
+        return None
+    offset = tensor.offset + item.offset
+    return Found(StoredTensor(tensor.dtype, tensor.shape, tensor.strides, offset, tensor.storage), {})
+
+
+def _learn(ahead: _Ahead, item: Item, found: Found, forms: Forms) -> None:
+    if isinstance(found.content, StoredTensor) and forms.get(item.length, item.num_weight_bytes) is None:
+        tensor = replace(found.content, offset=found.content.offset - item.offset)
+        weights = found.content.offset, found.content.offset + item.num_weight_bytes
+        for start, stop in ((item.offset, weights[0]), (weights[1], item.stop)):
+            if start < stop <= start + SMALL_ITEM and not ahead.held(start, stop):
+                ahead.hold(start, stop)
+        forms.learn(Window(ahead, item.offset, item.length), item.num_weight_bytes, tensor)
+
+
+def _stretches(items: Sequence[Item], forms: Forms) -> Iterator[tuple[int, int]]:
     """Ranges that hold all but the weights, in order; neighbouring ones are one."""
     start = stop = -1
     for item in items:
-        for low, high in _wanted(item, head):
+        for low, high in _wanted(item, forms):
             if low != stop or high - start > MAX_READ:
                 if stop > start >= 0:
                     yield start, stop
@@ -152,8 +182,9 @@ def _stretches(items: Sequence[Item], head: int) -> Iterator[tuple[int, int]]:
         yield start, stop
 
 
-def _wanted(item: Item, head: int) -> Iterator[tuple[int, int]]:
+def _wanted(item: Item, forms: Forms) -> Iterator[tuple[int, int]]:
     weights = item.num_weight_bytes
+    head = forms.head_of(item.length, weights)
     if not weights or item.codec:
         if item.length <= SMALL_ITEM:
             yield item.offset, item.stop

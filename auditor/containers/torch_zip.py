@@ -8,7 +8,7 @@ views of one storage. The root is the stem of the path that was saved to, so a r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,6 +190,11 @@ def tensor_at(head: bytes) -> StoredTensor:
     if not isinstance(tree, StoredTensor):
         raise UnsupportedError("it is no tensor, or one in a form that is not known")
     return tree
+
+
+def plain_reader(root: str, members: Mapping[str, Member]) -> Callable[[bytes], StoredTensor | None]:
+    """What reads the pickle of a single plain tensor in a file with these members; it gives None for any other."""
+    return _Tensors(root, members).plain
 
 
 def _load(tensors: _Tensors, data: bytes, budget: RecordBudget | None, limits: Limits) -> tuple[Any, Mapping[str, int]]:

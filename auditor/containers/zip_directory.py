@@ -9,7 +9,7 @@ is read only to learn how long its own name and padding are. Sources: APPNOTE 6.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,6 +25,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 LOCAL = struct.Struct("<4s5H3I2H")
 _SHORT_TAIL = _END.size + _LOCATOR.size
+_CRC_IN_ENTRY = 16
 _LONG_TAIL = _SHORT_TAIL + 0xFFFF
 """With the longest comment."""
 _UNSET16, _UNSET32 = 0xFFFF, 0xFFFFFFFF
@@ -72,6 +73,24 @@ def read_directory(handle: Handle) -> dict[str, Member]:
         raise DamagedError(f"the file ends before its own records do ({error})") from error
     _refuse_overlap(members)
     return members
+
+
+def checksum_fields(handle: Handle, members: Mapping[str, Member]) -> Iterator[int]:
+    """Where CRC-32s of the members stand: in the directory, and behind data that was streamed.
+
+    Raises:
+        DamagedError, StorageError: as :func:`read_directory`.
+    """
+    start, length, count = _locate(handle, handle.entry.num_bytes)
+    directory, at = read_bytes(handle, start, length), 0
+    for _ in range(count):
+        fields = _CENTRAL.unpack_from(directory, at)
+        yield start + at + _CRC_IN_ENTRY
+        at += _CENTRAL.size + sum(fields[10:13])
+    for member in members.values():
+        stop = member.offset + member.num_bytes
+        if stop + 8 <= start and read_bytes(handle, stop, 4) == b"PK\x07\x08":
+            yield stop + 4
 
 
 def _locate(handle: Handle, size: int) -> tuple[int, int, int]:

@@ -1,6 +1,7 @@
 """The adapter of torch.distributed.checkpoint, on what torch wrote."""
 
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -190,6 +191,22 @@ def test_without_a_coordinator_replicas_are_compared():
     parameters = by_name(catalog, Role.PARAMETER)
     assert parameters["norm.weight"].replica_axes == ("rank",)
     assert parameters["blocks.0.up.weight"].replica_axes == ()
+
+
+def test_files_are_opened_at_once_where_the_store_takes_long():
+    class Slow(MemoryStore):
+        num_readers = 4
+        meeting = Barrier(2, timeout=20)
+
+        def open(self, name):
+            if name.endswith(".distcp"):
+                self.meeting.wait()
+            return super().open(name)
+
+    objects = objects_of(FIXTURES / "threads" / "step-4")
+    store = Slow(objects)
+    found = ADAPTER.read(store, Folder.read(store, ""), Match(4, ""), Options())
+    TestContract.same(found, read(MemoryStore(objects)))
 
 
 # Names, roles, groups, counters

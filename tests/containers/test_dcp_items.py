@@ -2,6 +2,7 @@
 
 import io
 import math
+import random
 import zipfile
 
 import pytest
@@ -177,3 +178,21 @@ def test_what_is_no_plain_tensor_is_left_to_the_machine():
         assert plain_tensor(pickled(torch, value)) is None
     for changed in (good[:-1], good + b".", good.replace(b"OrderedDict", b"OrderedDicu"), good.replace(b"cpu", b"xpu")):
         assert plain_tensor(changed) is None
+
+
+def test_items_of_one_form_are_read_as_they_are_by_themselves():
+    torch = pytest.importorskip("torch")
+    contents = saved(torch, *[torch.full((3, 2), float(n)) for n in range(3)], torch.ones(2, 3))
+    items = laid_out(contents, [24] * 4)
+    whole, source = b"".join(contents), random.Random(2)
+    for _ in range(150):
+        changed = bytearray(whole)
+        changed[source.randrange(items[1].offset, len(changed))] ^= 1 << source.randrange(8)
+        with MemoryStore({"data": bytes(changed)}).open("data") as handle:
+            together = list(read_items(handle, items))
+            apart = [next(read_items(handle, [item])) for item in items]
+        assert list(map(told, together)) == list(map(told, apart))
+
+
+def told(found):
+    return str(found.content if isinstance(found, Found) else found)
