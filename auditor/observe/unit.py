@@ -23,7 +23,7 @@ from auditor.observe.kernel_choice import choose
 from auditor.observe.kernels import Bytes, Kernels, Runs, Stream, empty_rows, empty_tallies
 from auditor.observe.kernels import Side as KernelSide
 from auditor.observe.placing import Cell, Part, Side, lattice
-from auditor.observe.plan import Table, Unit
+from auditor.observe.plan import SLOW_UNIT_BYTES, Table, Unit
 from auditor.observe.together import BUFFER_BYTES, Placed, batches, hull, placed, windows
 from auditor.storage.store import (
     Entry,
@@ -36,6 +36,7 @@ from auditor.storage.store import (
     UndecodableError,
     changed_since,
     descriptor_of,
+    num_readers,
     reads_one_version,
 )
 from auditor.storage.strided import view
@@ -91,7 +92,8 @@ class Worker:
         result = UnitResult(empty_rows(len(unit.rows)), empty_tallies(len(unit.tallies)))
         result.sketches = np.zeros((len(unit.sketches), BUCKETS))
         with ExitStack() as stack:
-            doing = _Doing(self.store, choose(0, self.kernels), unit, result, stack)
+            block = SLOW_UNIT_BYTES if num_readers(self.store) > 1 else BUFFER_BYTES
+            doing = _Doing(self.store, choose(0, self.kernels), unit, result, stack, block)
             if unit.table is not None:
                 doing.stretches(unit.table)
             doing.cells(unit.cells)
@@ -112,6 +114,8 @@ class _Doing:
     unit: Unit
     result: UnitResult
     stack: ExitStack
+    block_bytes: int
+    """Of a long cell, over all sides, so much is read at once: all of a unit where every request takes long."""
     handles: dict[int, Handle | StorageError] = field(default_factory=dict)
 
     def handle(self, number: int) -> Handle:
@@ -261,7 +265,7 @@ class _Doing:
     def long(self, cell: Cell) -> None:
         """Read, measure and compare a long straight cell block by block."""
         (num_elements,), at = cell.shape, np.zeros(1, np.int64)
-        block = max(1, BUFFER_BYTES // sum(side.width for side in cell.sides))
+        block = max(1, self.block_bytes // sum(side.width for side in cell.sides))
         rows = [np.array([side.row]) for side in cell.sides]
         for first in range(0, num_elements, block):
             count = min(block, num_elements - first)

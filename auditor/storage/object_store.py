@@ -7,7 +7,10 @@ mixture. Requests are tried again by obstore with growing, jittered waits; what 
 
 from __future__ import annotations
 
+import math
+import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +43,9 @@ SMALL_BYTES = 1 << 10
 _TIME = re.compile(r"\d+\.0")
 NUM_READERS = 32
 """Requests under way that keep a service busy which takes 20 ms to answer."""
+NEAR_SECONDS = 0.005
+"""A service that has answered faster is near: two requests a processor keep it busy, and more of them only take the
+processors' time from each other. On two processors 32 cost a fifth more than four."""
 MAX_KNOWN = 50_000
 """Objects whose version is remembered from their listing, so that opening them costs no request."""
 
@@ -47,10 +53,10 @@ MAX_KNOWN = 50_000
 class ObjectStore:
     """The objects under one prefix of a bucket. ``/`` in their keys makes folders."""
 
-    num_readers = NUM_READERS
-
     def __init__(self, place: Place) -> None:
         self.place = place
+        self.fastest_seconds = math.inf
+        """Of all requests so far."""
         self._client = client_of(place)
         self._known: dict[str, Entry] = {}
         self.small = SmallRanges()
@@ -71,22 +77,31 @@ class ObjectStore:
         prefix, _, name = self.place.prefix.rpartition("/")
         return (ObjectStore(replace(self.place, prefix=prefix)), name) if name else None
 
+    @property
+    def num_readers(self) -> int:
+        """How many requests at once keep the service busy, by how fast it has answered so far."""
+        near = self.fastest_seconds < NEAR_SECONDS
+        return min(NUM_READERS, max(4, 2 * (os.cpu_count() or 1))) if near else NUM_READERS
+
     def key(self, name: str) -> str:
         """The whole key of a name."""
         return join(self.place.prefix, name) if name else self.place.prefix
 
-    def ask(self, name: str, action: Callable[[], T]) -> T:
-        """What one request returns.
+    def ask(self, name: str, action: Callable[[], T], *, buffered: bool = False) -> T:
+        """What one request returns. ``buffered``: it may have been answered before, so its time tells nothing.
 
         Raises:
             StorageError: what the service says. ObjectMissingError only if the bucket itself is there.
         """
+        begun = time.perf_counter()
         try:
             found = action()
         except (exceptions.BaseError, OSError, ValueError) as error:
             # It is not chained: its text shows requests, and addresses with signatures in them.
             failure = explained(error, name or self.location)
         else:
+            if not buffered:
+                self.fastest_seconds = min(self.fastest_seconds, time.perf_counter() - begun)
             return found
         if isinstance(failure, ObjectMissingError):
             self.see_bucket()
@@ -119,7 +134,7 @@ class ObjectStore:
         """Every object, in the order of keys, in constant memory; ``after``: only those that come after this name."""
         offset = self.key(after) if after else None
         stream = iter(obstore.list(self._client, self.place.prefix or None, offset=offset))
-        while (batch := self.ask("", lambda: next(stream, None))) is not None:
+        while (batch := self.ask("", lambda: next(stream, None), buffered=True)) is not None:
             self._bucket_seen = True
             yield from (self._entry(meta) for meta in batch)
 
@@ -154,7 +169,7 @@ class ObjectStore:
         key = self.key(name)
         try:
             found = self.ask(name, lambda: obstore.get(self._client, key, options={"range": (0, START_BYTES)}))
-            start = self.ask(name, lambda: bytes(found.bytes()))
+            start = self.ask(name, lambda: bytes(found.bytes()), buffered=True)
         except ShortReadError:  # the answer for an object without bytes
             return ObjectHandle(self, self._remembered(self.ask(name, lambda: obstore.head(self._client, key)), name))
         entry = self._remembered(found.meta, name)
