@@ -128,9 +128,9 @@ class Witness:
         by_key = _tensors_by_key(catalog)
         found = {}
         for own, tensor in enumerate(self.tensors):
-            number = by_key.get(tensor.name)
-            if number is None and tensor.role is not None:
-                number = by_name.get((tensor.role, tensor.name))
+            number = None if tensor.role is None else by_name.get((tensor.role, tensor.name))
+            if number is None and tensor.role in (None, Role.BUFFER, Role.PARAMETER):
+                number = by_key.get(tensor.name)
             if number is not None and catalog.tensors[number].shape == tensor.shape:
                 found[own] = number
         return found
