@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from auditor.comparison.calibration import Reruns
+from auditor.comparison.causes import Setting, causes_of, shared_causes
 from auditor.comparison.command import Choices
-from auditor.comparison.holding import Holding, Key
+from auditor.comparison.growing import growing
+from auditor.comparison.holding import Holding
 from auditor.comparison.judging import Bench, Contents
+from auditor.comparison.lockstep import Distance
 from auditor.comparison.matching import Matching, match, tied_to
 from auditor.comparison.outcome import PROVED, Compared, Comparison, Standing, StepComparison
-from auditor.comparison.rounding import Threshold, counted_steps, model_of
+from auditor.comparison.records import recorded
+from auditor.comparison.rounding import counted_steps, model_of
 from auditor.comparison.seeing import Views, views_of
 from auditor.comparison.side import Progress, Side, open_side
+from auditor.comparison.together import common_factor, factor_cause, with_factor
 from auditor.errors import NothingToAuditError
 from auditor.model.catalog import Role
+from auditor.model.finding import LikelyCause
 from auditor.settings import Settings
 
 
@@ -38,12 +45,17 @@ def compare(
         sides = [open_side(path, settings, stack, progress) for path in (reference, candidate)]
         steps = steps_of(sides[0], sides[1], settings)
         views = views_of(sides[0], sides[1], steps[0], choices)
-        found = Comparison(sides[0].location, sides[1].location, exact=choices.exact, maps=views.notes)
-        found.unrecognised = {**sides[0].unrecognised, **sides[1].unrecognised}
-        found.steps_alone = _alone(sides[0], sides[1], settings) if len(steps) > 1 else ((), ())
-        under_way = _UnderWay(sides[0], sides[1], views, choices)
-        for at in steps:
-            found.steps.append(under_way.step(*at))
+        reruns = tuple(open_side(path, settings, stack, progress) for path in choices.calibrate)
+        found = Comparison(
+            sides[0].location, sides[1].location, exact=choices.exact, resumed=choices.resume, maps=views.notes,
+            reruns=tuple(rerun.location for rerun in reruns),
+            unrecognised={**sides[0].unrecognised, **sides[1].unrecognised},
+            steps_alone=_alone(sides[0], sides[1], settings) if len(steps) > 1 else ((), ()),
+        )  # fmt: skip
+        calibrated = Reruns(reruns, views.seeing_reference, choices.chosen)
+        under_way = _UnderWay(sides[0], sides[1], views, choices, calibrated)
+        found.steps = [under_way.step(*at) for at in steps]
+    found.growing = growing(found.steps)
     found.seconds = time.monotonic() - begun
     return found
 
@@ -74,6 +86,9 @@ def _alone(reference: Side, candidate: Side, settings: Settings) -> tuple[Sequen
     return sorted(own - theirs), sorted(theirs - own)
 
 
+NO_NOISE = "the reruns lack this step or equal the reference in every bit: they tell no noise, thresholds are derived"
+
+
 @dataclass
 class _UnderWay:
     """A comparison under way: what of earlier steps is still wanted."""
@@ -82,7 +97,7 @@ class _UnderWay:
     candidate: Side
     views: Views
     choices: Choices
-    noise: Callable[[int], Mapping[Key, Threshold]] = lambda step: {}
+    reruns: Reruns
     anchor: tuple[int, float] | None = None
     """The newest step in which all weights were equal, and the optimizer steps counted by then."""
     before: Contents = field(default_factory=dict)
@@ -99,18 +114,42 @@ class _UnderWay:
             learning_rate=self.choices.learning_rate,
         )  # fmt: skip
         contents = self._contents(left)
-        bench = Bench(left, right, model, self.noise(own), {**self.before, **contents})
-        judged = [bench.judge(pair) for pair in pairing.pairs]
-        rows = [_tied(row, left, right, pairing) for row, _ in judged]
+        noise = self.reruns.thresholds(own, left)
+        bench = Bench(left, right, model, noise, {**self.before, **contents})
+        rows, shared = self._judged(bench, pairing)
         self.before = {key: f"{text} of step {own}" for key, text in contents.items()}
         weights = [row for row in rows if row.pair.role in (Role.PARAMETER, Role.MASTER)]
         if weights and all(row.standing in PROVED for row in weights):
             self.anchor = own, counted_steps(left) or float(own)
+        quiet = bool(self.reruns.sides) and not noise
         return StepComparison(
             own, theirs, (left.path, right.path), (left.format, right.format), tuple(rows), num_steps,
-            _notes(pairing), (*left.failures, *right.failures), (*left.changed, *right.changed),
-            num_bytes_read=left.num_bytes_read + right.num_bytes_read,
+            (*_notes(pairing), *((NO_NOISE,) if quiet else ())), (*left.failures, *right.failures),
+            (*left.changed, *right.changed), shared, recorded(left, right, counters=self.choices.resume),
+            left.num_bytes_read + right.num_bytes_read,
         )  # fmt: skip
+
+    def _judged(self, bench: Bench, pairing: Matching) -> tuple[list[Compared], tuple[LikelyCause, ...]]:
+        """Every pair as it stands, with what it may be; and what several together may be."""
+        left, right = bench.reference, bench.candidate
+        setting = Setting((left.mesh, right.mesh))
+        rows, measures = list[Compared](), list[tuple[Compared, Distance]]()
+        for pair in pairing.pairs:
+            row, apart = bench.judge(pair)
+            if apart is not None and row.standing in (Standing.BEYOND, Standing.SUSPICIOUS):
+                tensors = left.tensors[pair.reference or 0], right.tensors[pair.candidate or 0]
+                row = replace(row, causes=causes_of(pair, tensors, apart, row.threshold, setting))
+            if apart is not None:
+                measures.append((row, replace(apart, profiles=[])))
+            if self.anchor is not None:
+                row = bench.coarse(bench.replayed(row))
+            if self.choices.power:
+                row = bench.powered(row, apart)
+            rows.append(_tied(row, left, right, pairing))
+        factor = common_factor(measures)
+        rows = with_factor(rows, factor)
+        causes = (factor_cause(factor, setting.named(factor.factor)),) if factor else ()
+        return rows, (*causes, *shared_causes(rows, scaled=factor is not None))
 
     def _num_steps(self, left: Holding) -> float:
         counted = counted_steps(left) or float(left.step)

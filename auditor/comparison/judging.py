@@ -11,13 +11,18 @@ import numpy as np
 from auditor.comparison.holding import Holding, Key, Lanes
 from auditor.comparison.lockstep import Distance, Stored, measure
 from auditor.comparison.matching import Pair
-from auditor.comparison.outcome import Amount, Compared, Standing
+from auditor.comparison.outcome import DIFFERENT, Amount, Compared, Standing
 from auditor.comparison.permutation import explain_order
+from auditor.comparison.power import power_of
+from auditor.comparison.precision import share_coarse
+from auditor.comparison.replaying import left_over
 from auditor.comparison.rounding import Model, Threshold, of_moment, of_weight, uncertainty
 from auditor.comparison.softness import softness
 from auditor.model.catalog import Role
 from auditor.view.assemble import SourceLostError
 
+COARSE = 0.99
+"""Of a gradient's elements: from here on they are taken for numbers of a narrower dtype."""
 VAGUE = "calibrate with reruns of the reference"
 ROUNDED = (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT, Role.BUFFER)
 WEIGHTS = (Role.PARAMETER, Role.MASTER, Role.EMA)
@@ -128,7 +133,7 @@ class Bench:
         apart = max(float(np.linalg.norm(one - self.candidate.contents.sketches[right])) for right in rights)
         count = int(np.prod(self.reference.tensors[row.pair.reference or 0].shape))
         relative = apart / size if size else math.inf
-        return self.against(replace(row, amount=Amount(relative, -1, count, math.nan, estimated=True)))
+        return self.against(replace(row, amount=Amount(relative, -1, count, math.nan, length=size, estimated=True)))
 
     def against(self, row: Compared) -> Compared:
         """A measured pair held against its threshold."""
@@ -146,6 +151,60 @@ class Bench:
             standing = Standing.UNDETERMINED
             row = replace(row, detail=_joined(row.detail, f"rounding may be {found.relative:.2g} of it: {VAGUE}"))
         return replace(row, standing=standing, threshold=found)
+
+    def replayed(self, row: Compared) -> Compared:
+        """A weight one step from equal ones: its difference beside what its own moments explain of it."""
+        if row.amount is None or row.pair.role not in (Role.PARAMETER, Role.MASTER):
+            return row
+        try:
+            left = left_over(self.reference, self.candidate, self.model, row.pair)
+        except SourceLostError as error:
+            return replace(row, detail=_joined(row.detail, str(error)))
+        if left is None or left.relative <= left.threshold.relative:
+            return row
+        standing = Standing.BEYOND if left.relative > left.threshold.beyond else Standing.SUSPICIOUS
+        margin = left.relative / left.threshold.relative
+        known = math.nan if row.threshold is None else row.margin
+        if row.standing in DIFFERENT or known > margin:
+            return row
+        amount = replace(row.amount, relative=left.relative)
+        detail = "its own moments do not lead there from the weights that both sides had"
+        return replace(
+            row, standing=standing, amount=amount, threshold=left.threshold, detail=_joined(row.detail, detail)
+        )
+
+    def coarse(self, row: Compared) -> Compared:
+        """A first moment within rounding: suspicious where the candidate's gradient alone was kept in bfloat16."""
+        model, source = self.model, (self.reference.source, self.candidate.source)
+        pair = row.pair
+        if row.standing is not Standing.ROUNDING or pair.role is not Role.FIRST_MOMENT or model.num_steps != 1:
+            return row
+        if not source[0] or not source[1] or model.betas is None or pair.reference is None or pair.candidate is None:
+            return row
+        try:
+            if share_coarse(Stored(source[1], pair.candidate), model.betas[0]) < COARSE:
+                return row
+            if share_coarse(Stored(source[0], pair.reference), model.betas[0]) > 0.5:
+                return row
+        except SourceLostError as error:
+            return replace(row, detail=_joined(row.detail, str(error)))
+        detail = "its gradient is made of bfloat16 numbers, the reference's is not: it was summed, or kept, in bfloat16"
+        return replace(row, standing=Standing.SUSPICIOUS, detail=_joined(row.detail, detail))
+
+    def powered(self, row: Compared, measured: Distance | None) -> Compared:
+        """With what would have been found, on the same numbers.
+
+        Raises:
+            SourceLostError: they can't be read.
+        """
+        pair = row.pair
+        if pair.reference is None or pair.candidate is None or self.reference.source is None:
+            return row
+        found = row.threshold or self.threshold(pair)
+        if isinstance(found, str) or not found.relative:
+            return row
+        own = Stored(self.reference.source, pair.reference)
+        return replace(row, threshold=found, power=power_of(found, measured or measure(own, own)))
 
     def threshold(self, pair: Pair) -> Threshold | str:
         """Up to which difference a pair is within rounding, or why that is not known."""
@@ -179,7 +238,8 @@ class Bench:
 
 def amount_of(apart: Distance) -> Amount:
     """The part of a measure that stays."""
-    return Amount(apart.relative, apart.num_differ, apart.num_elements, apart.largest, apart.first)
+    length = math.sqrt(apart.reference)
+    return Amount(apart.relative, apart.num_differ, apart.num_elements, apart.largest, apart.first, length)
 
 
 def _odd(amount: Amount) -> str:

@@ -43,6 +43,8 @@ class Amount:
     num_elements: int
     largest: float
     first_index: tuple[int, ...] = ()
+    length: float = 0.0
+    """Frobenius norm of the reference."""
     estimated: bool = False
     """Whether it is told from sketches: within about a tenth."""
 
@@ -113,7 +115,7 @@ class StepComparison:
     causes: tuple[LikelyCause, ...] = ()
     """That concern several tensors at once."""
     recorded: tuple[str, ...] = ()
-    """Numbers that both sides record and that differ: rates, counters."""
+    """Numbers that are recorded otherwise on the other side: rates, counters."""
     num_bytes_read: int = 0
 
     def counts(self) -> Counter[Standing]:
@@ -155,6 +157,8 @@ class Comparison:
     steps: list[StepComparison] = field(default_factory=list)
     exact: bool = False
     """Whether rounding is a difference, too."""
+    resumed: bool = False
+    """Whether recorded numbers must be equal, too."""
     reruns: tuple[str, ...] = ()
     maps: tuple[str, ...] = ()
     """Name maps that were chosen without being asked for, and how many tensors they brought together."""
@@ -167,7 +171,7 @@ class Comparison:
     @property
     def first_beyond(self) -> StepComparison | None:
         """The first step in which something is different."""
-        return next((step for step in self.steps if self.failing(step)), None)
+        return next((step for step in self.steps if self.fails(step)), None)
 
     @property
     def last_equal(self) -> int | None:
@@ -178,6 +182,10 @@ class Comparison:
                 break
             found = step.step
         return found
+
+    def fails(self, step: StepComparison, at: Severity = Severity.ERROR) -> bool:
+        """Whether something of a step is different."""
+        return bool(self.failing(step, at) or (self.resumed and step.recorded))
 
     def failing(self, step: StepComparison, at: Severity = Severity.ERROR) -> list[Compared]:
         """The pairs of a step that are different."""

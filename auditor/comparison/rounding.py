@@ -16,7 +16,7 @@ from auditor.invariants.related import layer
 from auditor.model.catalog import Role
 from auditor.model.dtype import DTYPES, DType, Kind
 
-ROUNDINGS = 4.0
+ROUNDINGS = 5.0
 """Roundings to the dtype of the computation that one module adds: k of the bound that TTrace's users state."""
 GROWTH = 1.03
 """Largest factor by which one layer passes an error on to the layer below it, C of the same bound."""
@@ -68,6 +68,8 @@ class Model:
     """Terms of the longest sum that no shape shows (tokens a batch), where they are stated."""
     learning_rate: float | None = None
     betas: tuple[float, float] | None = None
+    epsilon: float = 1e-8
+    """Of the optimizer."""
     has_masters: bool = False
     counted: float = 1.0
     """The reference's own count of optimizer steps."""
@@ -117,7 +119,8 @@ def model_of(
     masters = any(tensor.role is Role.MASTER for tensor in reference.tensors)
     return Model(
         DTYPES[compute] if compute else lowest, num_steps, layers, _levels(reference), num_terms,
-        learning_rate or max(rates, default=None), _betas(reference), masters, counted_steps(reference) or num_steps,
+        learning_rate or max(rates, default=None), _betas(reference), _epsilon(reference), masters,
+        counted_steps(reference) or num_steps,
     )  # fmt: skip
 
 
@@ -132,6 +135,11 @@ def _betas(holding: Holding) -> tuple[float, float] | None:
         if isinstance(betas, tuple) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas):
             return betas[0], betas[1]
     return None
+
+
+def _epsilon(holding: Holding) -> float:
+    found = [group.hyperparameters.get("eps") for group in holding.groups]
+    return next((float(eps) for eps in found if isinstance(eps, (int, float)) and 0 < eps < 1), 1e-8)
 
 
 def counted_steps(holding: Holding) -> float:

@@ -22,6 +22,10 @@ class Views:
     theirs: tuple[NameRule, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def seeing_reference(self, catalog: Catalog) -> Catalog:
+        """A Catalog as the reference's is seen."""
+        return mapped(catalog, self.own)
+
     def reference(self, read: Reader, sketched: bool) -> Holding:
         """The reference's step."""
         return _seen(read, sketched, self.own)

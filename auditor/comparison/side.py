@@ -43,6 +43,8 @@ class Side:
     unrecognised: Mapping[str, str] = field(default_factory=dict)
     catalogs: Mapping[int, Callable[[], Catalog]] = field(default_factory=dict)
     """Step to its Catalog, read from names and headers alone; empty for a ledger."""
+    store: Store | None = None
+    """Where the files of the Catalogs lie."""
 
 
 def open_side(path: str, settings: Settings, stack: ExitStack, progress: Progress) -> Side:
@@ -64,7 +66,7 @@ def open_side(path: str, settings: Settings, stack: ExitStack, progress: Progres
         by_step.setdefault(source.match.step, source)
     readers = {step: partial(_read, store, executor, settings, progress, source) for step, source in by_step.items()}
     catalogs = {step: partial(_catalog, store, settings, source) for step, source in by_step.items()}
-    return Side(store.location, readers, unrecognised=run.unrecognised, catalogs=catalogs)
+    return Side(store.location, readers, unrecognised=run.unrecognised, catalogs=catalogs, store=store)
 
 
 def _catalog(store: Store, settings: Settings, source: StepSource) -> Catalog:

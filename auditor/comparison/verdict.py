@@ -11,7 +11,7 @@ def exit_codes(found: Comparison, settings: Settings) -> list[ExitCode]:
     """All codes that apply, first the one that wins."""
     codes = {ExitCode.HOLDS}
     rows = [row for step in found.steps for row in step.rows]
-    if any(found.failing(step, settings.fail_on) for step in found.steps):
+    if any(found.fails(step, settings.fail_on) for step in found.steps):
         codes.add(ExitCode.VIOLATED)
     open_ones = [row for row in rows if row.standing is Standing.UNDETERMINED]
     if settings.strict and open_ones:
@@ -32,15 +32,16 @@ def exit_code(found: Comparison, settings: Settings) -> ExitCode:
 
 
 def verdict(found: Comparison, settings: Settings) -> str:
-    """One phrase: equal, agrees up to rounding, differs, undetermined, incomplete."""
+    """One phrase: equal, agrees up to rounding (and what of it is doubtful), differs, undetermined, incomplete."""
     codes = exit_codes(found, settings)
     rows = [row for step in found.steps for row in step.rows]
-    if ExitCode.VIOLATED in codes and any(found.failing(step, settings.fail_on) for step in found.steps):
+    if ExitCode.VIOLATED in codes and any(found.fails(step, settings.fail_on) for step in found.steps):
         return "differs"
     if ExitCode.INCOMPLETE in codes or ExitCode.CHANGED in codes:
         return "incomplete"
-    if any(row.standing is Standing.UNDETERMINED for row in rows) or not rows:
-        return "undetermined" if not any(row.standing in PROVED for row in rows) else "undetermined in part"
-    if any(row.standing is Standing.SUSPICIOUS for row in rows):
-        return "agrees up to rounding, some of it suspicious"
-    return "equal" if all(row.standing in PROVED for row in rows) else "agrees up to rounding"
+    told = [row.standing for row in rows if row.standing is not Standing.UNDETERMINED]
+    if not told:
+        return "undetermined"
+    word = "equal" if all(standing in PROVED for standing in told) else "agrees up to rounding"
+    word += ", some of it suspicious" if Standing.SUSPICIOUS in told else ""
+    return f"{word}, undetermined in part" if len(told) < len(rows) else word

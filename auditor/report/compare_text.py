@@ -39,7 +39,8 @@ def compare_lines(found: Comparison, settings: Settings, *, verbose: bool = Fals
     yield ""
     yield from _over_steps(found)
     word = verdict(found, settings)
-    yield f"[bold {_COLOURS.get(word.split()[0], 'yellow')}]{word}[/] · {_read(found)}"
+    colour = _COLOURS.get(word.replace(",", "").split()[0], "yellow")
+    yield f"[bold {colour}]{word}[/] · {_read(found)}"
     yield f"exit code {int(exit_code(found, settings))}"
 
 

@@ -1,0 +1,47 @@
+"""How differences go on over the saved steps: grown from rounding, or there at once. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from auditor.comparison.matching import COMPARED
+from auditor.comparison.outcome import Compared, Course, Growing, Standing, StepComparison
+from auditor.model.catalog import Role
+
+JUMPS = 30.0
+"""Larger than the step before by this factor, beyond what steps between two saves can make of rounding: a jump."""
+
+
+def growing(steps: Sequence[StepComparison]) -> tuple[Growing, ...]:
+    """Of every role that differs somewhere, how its difference goes on. A single step has no course."""
+    if len(steps) < 2:
+        return ()
+    return tuple(found for role in COMPARED if (found := _of_role(role, steps)) is not None)
+
+
+def _of_role(role: Role, steps: Sequence[StepComparison]) -> Growing | None:
+    rows = {step.step: [row for row in step.rows if row.pair.role is role and row.amount] for step in steps}
+    points = [(step, size_of(own)) for step, own in rows.items()]
+    if not any(size for _, size in points):
+        return None
+    bad = [step for step, own in rows.items() if any(row.standing is Standing.BEYOND for row in own)]
+    if not bad:
+        return Growing(role, Course.AGREES, tuple(points))
+    first = [step for step, _ in points].index(bad[0])
+    before, now = points[first - 1][1] if first else 0.0, points[first][1]
+    if not before or now > JUMPS * before:
+        later = [size for _, size in points[first:]]
+        steady = len(later) > 2 and max(later) < 2 * min(later) and not before
+        return Growing(role, Course.STEADY if steady else Course.JUMP, tuple(points), bad[0])
+    return Growing(role, Course.NOISE, tuple(points))
+
+
+def size_of(rows: Sequence[Compared]) -> float:
+    """Relative Frobenius norm of the difference of several tensors taken as one."""
+    apart = length = 0.0
+    for row in rows:
+        if row.amount is not None and math.isfinite(row.amount.relative):
+            apart += (row.amount.relative * row.amount.length) ** 2
+            length += row.amount.length**2
+    return math.sqrt(apart / length) if length else 0.0

@@ -1,0 +1,31 @@
+"""Whether the gradients behind first moments are numbers of a narrower dtype than they are kept in."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from auditor.comparison.lockstep import Stored, boxes
+
+NEAR = 8
+"""Distances of float32 numbers within which one counts as a number of bfloat16: roundings of the moment itself."""
+FEWEST = 32
+"""Elements that aren't zero, to tell by."""
+
+
+def share_coarse(first: Stored, beta: float) -> float:
+    """Of the elements of m/(1 − β₁), the share that are bfloat16 numbers; 0 where there are too few.
+
+    By chance one float32 number in 4,000 is. After one step m/(1 − β₁) is the gradient as the optimizer got it.
+
+    Raises:
+        SourceLostError: the moment can't be read.
+    """
+    coarse = count = 0
+    for box in boxes(first.tensor.shape):
+        _, values = first.values(box)
+        with np.errstate(over="ignore", invalid="ignore"):
+            bits = (values / (1 - beta)).astype(np.float32).view(np.uint32)
+        rest = bits[values != 0] & np.uint32(0xFFFF)
+        count += rest.size
+        coarse += int(np.count_nonzero(np.minimum(rest, np.uint32(0x10000) - rest) <= NEAR))
+    return coarse / count if count >= FEWEST else 0.0

@@ -1,0 +1,74 @@
+"""What single tensors can't show and all together do: one factor in every gradient, a precision in between. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from auditor.comparison.lockstep import Distance
+from auditor.comparison.outcome import Compared, Standing
+from auditor.model.catalog import Role
+from auditor.model.finding import LikelyCause
+
+FEWEST = 8
+"""Tensors from which a common factor is told."""
+DEVIATIONS = 8.0
+"""How many times the spread over tensors a common factor must be away from one."""
+SHARE = 0.25
+"""And how much of the threshold of a usual tensor."""
+TO_DEVIATION = 1.4826
+"""From the median of distances from the median to a standard deviation."""
+_SOURCE = "NVIDIA/Megatron-LM#673; NVIDIA/Megatron-LM#906"
+
+
+@dataclass(frozen=True, slots=True)
+class CommonFactor:
+    """All gradients of the candidate are this multiple of the reference's."""
+
+    factor: float
+    spread: float
+    num_tensors: int
+
+
+def common_factor(measured: Sequence[tuple[Compared, Distance]]) -> CommonFactor | None:
+    """The factor that the first moments of most tensors share, where it is not one.
+
+    Rounding is as often up as down, so the factor that fits a tensor best is one within a small part of its round-off,
+    and other tensors' factors are others. A factor that all have, far from one by their own spread, is no rounding.
+    """
+    own = [
+        (row, apart) for row, apart in measured
+        if row.pair.role is Role.FIRST_MOMENT and row.threshold is not None and math.isfinite(apart.factor)
+    ]  # fmt: skip
+    if len(own) < FEWEST:
+        return None
+    factors = [apart.factor for _, apart in own]
+    middle = median(factors)
+    spread = TO_DEVIATION * median(abs(factor - middle) for factor in factors)
+    usual = median(row.threshold.relative for row, _ in own if row.threshold is not None)
+    away = abs(middle - 1)
+    return CommonFactor(middle, spread, len(own)) if away > max(DEVIATIONS * spread, SHARE * usual) else None
+
+
+def with_factor(rows: Sequence[Compared], found: CommonFactor | None) -> list[Compared]:
+    """The rows, with first moments beyond rounding where all share a factor."""
+    if found is None:
+        return list(rows)
+    detail = f"like the others, {found.factor:.6g} times the reference (spread over tensors {found.spread:.1g})"
+    return [
+        replace(row, standing=Standing.BEYOND, detail=f"{row.detail}; {detail}" if row.detail else detail)
+        if row.pair.role is Role.FIRST_MOMENT and row.standing in (Standing.ROUNDING, Standing.SUSPICIOUS)
+        else row
+        for row in rows
+    ]
+
+
+def factor_cause(found: CommonFactor, degrees: str) -> LikelyCause:
+    """What a common factor comes from."""
+    named = f" ({degrees})" if degrees else ""
+    return LikelyCause(
+        f"gradients of {found.num_tensors} tensors are {found.factor:.6g} times the reference's{named}: the loss (mean "
+        "over tokens, padding, ranks), its scale, or clipping", _SOURCE,
+    )  # fmt: skip
