@@ -2,7 +2,7 @@
 
 A step is written by ``torch.distributed.checkpoint`` in Megatron's own dialect: layers are stacked, the optimizer's
 state lies under its parameters' names, what isn't sharded is in ``common.pt``, and ``metadata.json`` commits the save.
-Of replicas one is written. Steps by the older ``zarr`` backend are recognised, their tensors are not read.
+Of replicas one is written. Steps by the older ``zarr`` backend have an array for each tensor in the place of the index.
 """
 
 from __future__ import annotations
@@ -12,9 +12,19 @@ from collections.abc import Iterator
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.hugging_face.files import open_json
 from auditor.adapters.megatron_dist.catalog import BACKEND, MegatronDistReading
-from auditor.adapters.megatron_dist.files import COMMON, CONFIG, Recorded, inner, is_weights_of_nemo, number_in
+from auditor.adapters.megatron_dist.files import (
+    COMMON,
+    CONFIG,
+    Recorded,
+    inner,
+    is_of_arrays,
+    is_weights_of_nemo,
+    number_in,
+)
+from auditor.adapters.megatron_dist.zarr_backend import ZARR
 from auditor.adapters.megatron_legacy.adapter import MegatronLegacy
 from auditor.adapters.step_file import StepFile
+from auditor.adapters.zarr_tree.files import files_below
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Entry, Store
 
@@ -49,8 +59,9 @@ class MegatronDist:
             return Declined(f"its {CONFIG} names no sharded_backend", 0.5)
         if backend is None and config.content is None and COMMON not in files.files:
             return Declined(f"its {CONFIG} can't be read, and there is no {COMMON}", 0.6)
-        says = f"{CONFIG} says sharded_backend {str(backend)[:64]}" if backend else f"{COMMON} beside .metadata"
-        if backend not in (None, BACKEND):
+        beside = "Zarr arrays" if is_of_arrays(store, files) else ".metadata"
+        says = f"{CONFIG} says sharded_backend {str(backend)[:64]}" if backend else f"{COMMON} beside {beside}"
+        if backend not in (None, BACKEND, ZARR):
             says += ", which is not read"
         named = number_in(folder_name(store, folder))
         if named is not None:
@@ -64,10 +75,11 @@ class MegatronDist:
 
     def files(self, store: Store, folder: Folder) -> Iterator[Entry]:
         """Every file of a step."""
-        yield from folder.files.values()
         files = inner(store, folder)
-        if files is not None and files is not folder:
-            yield from files.files.values()
+        if files is None or files is not folder:
+            yield from folder.files.values()
+        if files is not None:
+            yield from files_below(store, files) if is_of_arrays(store, files) else files.files.values()
 
     def read(self, store: Store, folder: Folder, match: Match, options: Options) -> Catalog:
         """The Catalog of one step."""

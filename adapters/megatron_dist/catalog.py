@@ -10,10 +10,12 @@ from dataclasses import replace
 from auditor.adapters.adapter import Folder, Options
 from auditor.adapters.dcp.catalog import DcpReading
 from auditor.adapters.dcp.files import Part, part_of, rank_of
+from auditor.adapters.dcp.sources import Source
 from auditor.adapters.hugging_face.files import open_json
-from auditor.adapters.megatron_dist.files import COMMON, CONFIG, Recorded
+from auditor.adapters.megatron_dist.files import COMMON, CONFIG, Recorded, is_of_arrays
 from auditor.adapters.megatron_dist.optimizer import record_common
 from auditor.adapters.megatron_dist.tensors import RANK, DistPlacing, Ranks
+from auditor.adapters.megatron_dist.zarr_backend import ZARR, ZarrReading
 from auditor.adapters.step_file import Opened, StepFile
 from auditor.model.catalog import Catalog, FileState, ProblemKind, Scalar
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
@@ -29,6 +31,8 @@ class MegatronDistReading(DcpReading):
     def __init__(self, store: Store, folder: Folder, files: Folder, options: Options) -> None:
         super().__init__(store, folder, [part_of(files) or Part(files, (".metadata",))], options)
         self.files = files
+        self.arrays = is_of_arrays(store, files)
+        """Whether the step is by the older backend, though nothing may say so."""
         common = StepFile.absent(COMMON)
         if COMMON in files.files:
             unread = options.names_only
@@ -44,14 +48,11 @@ class MegatronDistReading(DcpReading):
     def catalog(self, step: int, format_name: str) -> Catalog:
         """The Catalog of the step."""
         config = open_json(self.store, self.files, CONFIG)
-        backend = (config.content or {}).get("sharded_backend", BACKEND)
-        if backend != BACKEND:
+        backend = (config.content or {}).get("sharded_backend", ZARR if self.arrays else BACKEND)
+        if backend not in (BACKEND, ZARR):
             return self._unsupported(step, format_name, config, str(backend)[:64])
         self._add_own(config)
-        (source,) = self.sources
-        self._add_index(source)
-        self._open_data(source)
-        self._add_unnamed(source.part)
+        source = self._from_arrays(config) if backend == ZARR else self._from_index()
         args = self.recorded.args
         ranks = Ranks(
             self.num_ranks, self.degrees, self.recorded.fused, self.recorded.tied,
@@ -67,6 +68,21 @@ class MegatronDistReading(DcpReading):
                 self._problem(ProblemKind.METADATA, where.path, flaw.message)
         record_common(self.builder, self.store, join(self.files.path, COMMON), self.recorded, source)
         return self._built(step, format_name)
+
+    def _from_index(self) -> Source:
+        """What torch's index says, with all data files opened."""
+        (source,) = self.sources
+        self._add_index(source)
+        self._open_data(source)
+        self._add_unnamed(source.part)
+        return source
+
+    def _from_arrays(self, config: Opened[Mapping[str, object]]) -> Source:
+        """What the arrays of the older backend say."""
+        reading = ZarrReading(self.store, self.files, self.builder, names_only=self.names_only)
+        source = reading.source(config)
+        self.opaque.update(reading.opaque)
+        return source
 
     def _built(self, step: int, format_name: str) -> Catalog:
         folders = [self.folder] if self.files is self.folder else [self.folder, self.files]
@@ -88,7 +104,7 @@ class MegatronDistReading(DcpReading):
         self, step: int, format_name: str, config: Opened[Mapping[str, object]], backend: str
     ) -> Catalog:  # fmt: skip
         """A step by a backend that is not read: nothing in it was looked at, and that is said."""
-        detail = f"its tensors are in the backend {backend!r}, which is not read; only {BACKEND!r} is"
+        detail = f"its tensors are in the backend {backend!r}, which is not read; only {BACKEND!r} and {ZARR!r} are"
         unread = replace(config, state=FileState.UNREADABLE, detail=detail)
         self.builder.file(unread.as_file(self.files.path, "json"))
         self.claimed |= {join(self.files.path, name) for name in self.files.files}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from auditor.adapters.adapter import MAX_RANKS, Folder
@@ -21,10 +22,13 @@ from auditor.adapters.dcp.files import DATA, METADATA
 from auditor.adapters.megatron_legacy.files import Degrees, recorded_degrees
 from auditor.adapters.megatron_names import megatron_args
 from auditor.adapters.step_file import StepFile
-from auditor.storage.store import ObjectMissingError, Store, base_name
+from auditor.containers.zarr_v2 import DOCUMENT
+from auditor.storage.store import ObjectMissingError, StorageError, Store, base_name
 
 COMMON, CONFIG = "common.pt", "metadata.json"
 _WEIGHTS, _CONTEXT = "weights", "context"
+_LOOKED_INTO = 16
+"""Folders of a step that are opened to see whether they are arrays."""
 _STEP_FOLDER = re.compile(r"iter_(\d{1,15})", re.A)
 _STEP_IN_NAME = re.compile(r"(?:.*[-_.])?step=(\d{1,15})(?:[-_.].*)?", re.A)
 
@@ -35,9 +39,22 @@ def holds_step(folder: Folder) -> bool:
     return (COMMON in folder.files) + (CONFIG in folder.files) + data > 1
 
 
+def is_of_arrays(store: Store, folder: Folder) -> bool:
+    """Whether a step's files are of the older backend: no index, no data file, but a folder that is a Zarr array."""
+    if METADATA in folder.files or any(DATA.fullmatch(name) for name in folder.files):
+        return False
+    looked_into = islice(folder.folders.values(), _LOOKED_INTO)
+    try:
+        return any(DOCUMENT in Folder.read(store, entry.name).files for entry in looked_into)
+    except StorageError:
+        return False
+
+
 def inner(store: Store, folder: Folder) -> Folder | None:
     """The folder of a step in which the files lie: itself, or NeMo's ``weights`` in it."""
-    if holds_step(folder) or (CONFIG in folder.files and not folder.folders) or _only_begun(folder):
+    if holds_step(folder) or _only_begun(store, folder):
+        return folder
+    if CONFIG in folder.files and (not folder.folders or is_of_arrays(store, folder)):
         return folder
     if _WEIGHTS in folder.folders and _CONTEXT in folder.folders:
         below = Folder.read(store, folder.folders[_WEIGHTS].name)
@@ -45,13 +62,10 @@ def inner(store: Store, folder: Folder) -> Folder | None:
     return None
 
 
-def _only_begun(folder: Folder) -> bool:
-    """Whether a save got no further than its first file."""
-    return (
-        {*folder.files} == {COMMON}
-        and not folder.folders
-        and _STEP_FOLDER.fullmatch(base_name(folder.path)) is not None
-    )
+def _only_begun(store: Store, folder: Folder) -> bool:
+    """Whether a save got no further than its first file, or than its arrays."""
+    named = {*folder.files} == {COMMON} and _STEP_FOLDER.fullmatch(base_name(folder.path)) is not None
+    return named and (not folder.folders or is_of_arrays(store, folder))
 
 
 def is_weights_of_nemo(store: Store, folder: Folder) -> bool:

@@ -4,6 +4,7 @@ import json
 import sys
 import tarfile
 from collections import Counter
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -155,6 +156,21 @@ def test_one_state_has_one_digest_in_both_formats_and_every_mesh():
 
 def test_gate_and_up_by_themselves_are_the_fused_tensor():
     assert state(FIXTURES / "tp2_llama") == state(FIXTURES / "tp1_llama_unstacked")
+
+
+def test_arrays_of_the_older_backend_hold_the_same():
+    assert state(FIXTURES / "tp2_zarr" / STEP) == state(FIXTURES / "tp2_zarr_as_torch_dist" / STEP)
+    arrays, index = (read(LocalStore(FIXTURES / f"tp2_zarr{how}" / STEP)) for how in ("", "_as_torch_dist"))
+    assert {replace(t, order=0) for t in arrays.tensors} == {replace(t, order=0) for t in index.tensors}
+    assert [group.hyperparameters for group in arrays.groups] == [group.hyperparameters for group in index.groups]
+    assert {s.name for s in arrays.scalars} == {s.name for s in index.scalars}
+    for level in (Level.NAMES, Level.HEADERS, Level.FULL):
+        found = audited(objects_of(FIXTURES / "tp2_zarr"), level)
+        assert not found.findings
+        assert not found.unrecognised
+        assert {step.state.format for step in found.steps} == {"megatron-dist"}
+    assert found.last_good.step == 4
+    assert found.steps[0].judgements["CST001"].num_holds == 12
 
 
 # What is recorded
@@ -327,11 +343,10 @@ def test_a_folder_of_nemo():
 def test_another_backend_is_recognised_and_said_to_be_unread():
     objects = objects_of(FIXTURES / "tp2" / STEP)
     objects = {f"{STEP}/common.pt": objects["common.pt"]}
-    objects[f"{STEP}/metadata.json"] = json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1}).encode()
-    objects[f"{STEP}/decoder.final_layernorm.weight/.zarray"] = b"{}"
+    objects[f"{STEP}/metadata.json"] = json.dumps({"sharded_backend": "other", "sharded_backend_version": 1}).encode()
     catalog = read(MemoryStore(objects), STEP)
     (unread,) = [file for file in catalog.files if file.state is FileState.UNREADABLE]
-    assert "backend 'zarr', which is not read" in unread.detail
+    assert "backend 'other', which is not read" in unread.detail
     report = audit(MemoryStore(objects), Settings(), now=1e9)
     assert not report.runs[0].findings
     assert exit_code(report) is ExitCode.INCOMPLETE

@@ -1,6 +1,7 @@
 """Named damage to checkpoints in megatron-core's torch_dist format, each with its healthy twin."""
 
 import io
+import json
 import os
 import pickle
 
@@ -203,6 +204,51 @@ def test_a_layer_that_is_stored_nowhere():
     findings = audited(changed(run_of(), f"{STEP}/.metadata", drop)).findings
     (finding,) = [f for f in findings if f.id == "COV001"]
     assert {location.tensor for location in finding.locations} == {"decoder.layers.1.mlp.linear_fc2.weight"}
+
+
+# The older backend
+
+ARRAY = "decoder.layers.mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(("name", "identifier"), [
+    (f"{ARRAY}/0.1.0", "INT001"), ("rng_state/shard_0.1_1.2.pt", "MET002"), ("common.pt", "INT001"),
+])  # fmt: skip
+def test_a_missing_file_of_the_older_backend(name, identifier):
+    objects = run_of("tp2_zarr")
+    del objects[f"{STEP}/{name}"]
+    finding = only(objects, Level.HEADERS)
+    assert finding.id == identifier
+    assert identifier == "MET002" or files(finding) == {f"{STEP}/{name}"}
+
+
+def test_a_newest_step_of_the_older_backend_without_marker():
+    objects = run_of("tp2_zarr")
+    del objects["latest_checkpointed_iteration.txt"], objects[f"{STEP}/metadata.json"]
+    finding = only(objects, Level.HEADERS)
+    assert (finding.id, files(finding)) == ("INT004", {f"{STEP}/metadata.json"})
+
+
+@pytest.mark.parametrize("name", [f"{ARRAY}/0.1.0", f"{ARRAY}/.zarray", "rng_state/shard_0.1_1.2.pt", "common.pt"])
+@pytest.mark.parametrize("content", [b"", b"{}", None])
+def test_a_damaged_file_of_the_older_backend(name, content):
+    objects = run_of("tp2_zarr")
+    own = objects[f"{STEP}/{name}"]
+    objects[f"{STEP}/{name}"] = own[:-1] if content is None else content
+    finding = only(objects, Level.HEADERS)
+    assert (finding.id, files(finding)) == ("INT002", {f"{STEP}/{name}"})
+
+
+@pytest.mark.parametrize("change", [
+    {"shape": [1 << 40, 32, 8]}, {"shape": [1, 32, 1 << 46]}, {"chunks": [1, 1, 1]}, {"compressor": {"id": "blosc"}},
+    {"dtype": "<f4"}, {"order": "F"},
+])  # fmt: skip
+def test_documents_that_lie_are_bounded(change):
+    objects = run_of("tp2_zarr")
+    name = f"{STEP}/{ARRAY}/.zarray"
+    objects[name] = json.dumps(json.loads(objects[name]) | change).encode()
+    found = audited(objects, Level.HEADERS)
+    assert found.findings or found.steps[0].failures
 
 
 # Values

@@ -1,0 +1,143 @@
+"""What is recognised and seen in the committed checkpoints of every format, and what a check of one costs.
+
+    python benchmarks/formats.py [FOLDER …]        prints the table; --write puts it into docs/formats.md
+
+A row is one step below ``tests/fixtures``, checked at level values in a process of its own. Steps of one `state` hold
+the same numbers in different layouts: their digests are compared with those of the first, for every tensor that both
+have.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from auditor.adapters.adapter import Options
+from auditor.audit import audit
+from auditor.discovery import discover
+from auditor.observe.one_pass import observe, wanted_rows
+from auditor.observe.shares import Everything
+from auditor.settings import Level, Settings
+from auditor.storage.local import LocalStore
+
+ROOT = Path(__file__).resolve().parents[1]
+FIXTURES, PAGE = ROOT / "tests" / "fixtures", ROOT / "docs" / "formats.md"
+BEGIN, END = "<!-- measured -->", "<!-- end -->"
+ROWS = {
+    # step: what wrote it, and the state that it shares with others
+    "dcp/fsdp2_2/step-4": ("FSDP2, 2 ranks", "trained"),
+    "dcp/threads/step-4": ("FSDP2, two files a rank", "trained"),
+    "dcp/file_per_item/step-4": ("FSDP2, a file an item", "trained"),
+    "dcp/zstd/step-4": ("FSDP2, zstd extension", "trained"),
+    "dcp/hsdp_2x2/step-4": ("HSDP 2×2", ""),
+    "dcp/tp_2/step-4": ("tensor parallel, 2 ranks", "trained by two"),
+    "dcp/no_coordinator/step-4": ("the same without a coordinator", "trained by two"),
+    "dcp/ddp_2/step-4": ("DistributedDataParallel", ""),
+    "dcp/same_state/per_rank/step-3": ("torch.save, a file a rank", "odd sizes"),
+    **{
+        f"dcp/same_state/{name}/step-3": (said, "odd sizes")
+        for name, said in {
+            "fsdp2_2": "FSDP2, 2 ranks", "fsdp2_4": "FSDP2, 4 ranks", "hsdp_2x2": "HSDP 2×2",
+            "tp_2": "tensor parallel, 2 ranks", "fsdp_tp_2x2": "FSDP2 and tensor parallel 2×2",
+            "ddp_2": "DistributedDataParallel", "hf_sharded": "HuggingFaceStorageWriter, a file a rank",
+            "hf_consolidated": "HuggingFaceStorageWriter, consolidated",
+        }.items()
+    },
+    "megatron_dist/legacy_tp1/iter_0000002": ("megatron-core, TP1, legacy", "one GPT"),
+    "megatron_dist/legacy_tp2/iter_0000002": ("megatron-core, TP2, legacy", "one GPT"),
+    "megatron_dist/tp1/iter_0000002": ("megatron-core, TP1", "one GPT"),
+    "megatron_dist/tp2/iter_0000002": ("megatron-core, TP2", "one GPT"),
+    "megatron_dist/tp2_pp2/iter_0000002": ("megatron-core, TP2 PP2", "one GPT"),
+    "megatron_dist/tp2_llama/iter_0000004": ("megatron-core, gated, grouped queries, TP2", "one Llama"),
+    "megatron_dist/tp1_llama_unstacked/iter_0000004": ("the same, a key a layer, TP1", "one Llama"),
+    "megatron_dist/tp2_zarr_as_torch_dist/iter_0000004": ("megatron-core 0.12, TP2", "one GPT by 0.12"),
+    "megatron_dist/tp2_zarr/iter_0000004": ("the same, backend zarr", "one GPT by 0.12"),
+    "megatron_dist/ep2/iter_0000004": ("megatron-core, expert parallel", ""),
+    "megatron_dist/dp2_fully_reshardable/iter_0000004": ("distributed optimizer, fully reshardable", "one optimizer"),
+    "megatron_dist/dp2_dp_reshardable/iter_0000004": ("the same, in buckets", "one optimizer"),
+    "megatron_dist/dp2_fully_sharded_model_space/iter_0000004": ("distributed optimizer, megatron-core 0.12", ""),
+}  # fmt: skip
+
+
+def catalog_of(step):
+    """The Catalog of a folder that is one step."""
+    (run,) = discover(LocalStore(FIXTURES / step))
+    (source,) = run.steps
+    return source.adapter.read(LocalStore(FIXTURES / step), source.folder, source.match, Options())
+
+
+def digests(step):
+    """Role and name to the digests of all replicas, with dtype and shape."""
+    catalog = catalog_of(step)
+    with ThreadPoolExecutor(2) as workers:
+        seen = observe(LocalStore(FIXTURES / step), catalog, wanted_rows(catalog), Everything(workers))
+    found = {}
+    for number, tensor in enumerate(catalog.tensors):
+        for replica in range(len(catalog.replicas[number])):
+            rows = catalog.rows_of(number, replica)
+            lanes = [int(seen.pieces[lane][rows].sum(dtype=np.uint64)) for lane in ("lane0", "lane1")]
+            found.setdefault((tensor.role.value, tensor.name), set()).add((tensor.dtype.name, tensor.shape, *lanes))
+    return found
+
+
+def facts(step):
+    """One row, all but the digests."""
+    begun = time.process_time()
+    (run,) = audit(LocalStore(FIXTURES / step), Settings(level=Level.VALUES, ignore=("OPT010",))).runs
+    seconds, catalog = time.process_time() - begun, catalog_of(step)
+    replicated = sum(len(places) > 1 for places in catalog.replicas)
+    once = sum(bool(tensor.stored_once) for tensor in catalog.tensors)
+    return {
+        "format": catalog.format, "mesh": " · ".join(f"{axis} {degree}" for axis, degree in catalog.mesh.axes),
+        "roles": sorted({tensor.role.value.replace("_", " ") for tensor in catalog.tensors} - {"padding"}),
+        "replicas": f"{replicated} compared, {once} stored once of {len(catalog.tensors)}",
+        "findings": len(run.findings), "seconds": round(seconds, 2),
+        "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
+    }  # fmt: skip
+
+
+def measured(step):
+    """The facts of one row, from a process that does nothing else."""
+    done = subprocess.run([sys.executable, __file__, "--facts", step], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def table(chosen):
+    """The table's lines."""
+    yield "| step | written by | format | mesh | roles | replicas | digests | findings | CPU s | peak MiB |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    firsts = {}
+    for step, (said, state) in ROWS.items():
+        same = "—"
+        if state:
+            name, first = firsts.setdefault(state, (step, digests(step)))
+            own = first if name == step else digests(step)
+            common = first.keys() & own.keys()
+            equal = sum(first[key] == own[key] for key in common)
+            same = f"{equal} of {len(common)} equal" if name != step else f"{state}: {len(own)}"
+        if not chosen or step.startswith(chosen):
+            f = measured(step)
+            cells = [f"`{step}`", said, f["format"], f["mesh"], ", ".join(f["roles"]), f["replicas"], same,
+                     f["findings"], f["seconds"], f["mib"]]  # fmt: skip
+            yield f"| {' | '.join(map(str, cells))} |"
+
+
+def main():
+    chosen = tuple(one for one in sys.argv[1:] if not one.startswith("--"))
+    if "--facts" in sys.argv:
+        print(json.dumps(facts(chosen[0])))
+        return
+    lines = "\n".join(table(chosen))
+    print(lines)
+    if "--write" in sys.argv:
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{lines}\n\n{END}{rest.split(END)[1]}")
+
+
+if __name__ == "__main__":
+    main()
