@@ -14,7 +14,8 @@ from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.optax.paths import Path
 from auditor.adapters.optax.record import numbers, record, recorded_step
 from auditor.adapters.optax.tree import Leaf, OptaxTree
-from auditor.containers.state_array import Plain, StateArray, Stretch, num_stored
+from auditor.containers.encoded import open_file
+from auditor.containers.state_array import Plain, StateArray, Stretch
 from auditor.model.catalog import Role, c_strides
 from auditor.model.dtype import DTYPES, DType
 from auditor.model.mesh import EVERYWHERE
@@ -103,7 +104,7 @@ class StatePlacing:
             return
         start = 0
         for stretch in leaf.stretches:
-            stop = start + stretch.num_bytes // num_stored(leaf.dtype)
+            stop = start + stretch.num_bytes // (leaf.dtype.stored_bits // 8)
             self.builder.piece(number, file, stretch.offset, FlatRange(start, stop), EVERYWHERE, key=key)
             start = stop
 
@@ -119,7 +120,7 @@ class StatePlacing:
                 by_file.setdefault(self.leaves[at].file, []).append(at)
         for file, wanted in by_file.items():
             try:
-                with self.store.open(file) as handle:
+                with open_file(self.store, self.builder.file_at(self.builder.file_id(file))) as handle:
                     read = ((at, read_scalar(handle, self.leaves[at])) for at in wanted)
                     found |= {at: value for at, value in read if value is not None}
             except StorageError:
@@ -135,6 +136,6 @@ def read_scalar(handle: Handle, leaf: Stored) -> float | None:
     """
     if leaf.dtype.name not in _FORMS and leaf.dtype.name != "bfloat16":
         return None
-    raw = read_bytes(handle, leaf.stretches[0].offset, num_stored(leaf.dtype))
+    raw = read_bytes(handle, leaf.stretches[0].offset, leaf.dtype.num_bytes(1))
     wide, form = (b"\0\0" + raw, "f") if leaf.dtype.name == "bfloat16" else (raw, _FORMS[leaf.dtype.name])
     return float(struct.unpack(f"<{form}", wide)[0])

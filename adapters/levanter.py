@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.catalog_builder import CatalogBuilder
@@ -25,7 +24,6 @@ from auditor.adapters.step_file import Opened
 from auditor.adapters.zarr_tree.files import files_below
 from auditor.containers.zarr_array import ZarrArray
 from auditor.model.catalog import Catalog, FileState, Scalar
-from auditor.model.dtype import DTYPES
 from auditor.storage.store import Entry, StorageError, Store, join
 
 METADATA = "metadata.json"
@@ -101,11 +99,11 @@ def _has_array(store: Store, folder: Folder) -> bool:
 
 def _found(files: OrbaxFiles, folder: Folder, name: str, stored: StoredArray) -> Found | None:
     array, path = stored.array, join(folder.path, name)
-    dtype = (array.dtype("") or DTYPES.get(array.data_type)) if isinstance(array, ZarrArray) else None
+    dtype = array.dtype("") if isinstance(array, ZarrArray) else None
     if array is None or dtype is None:
         detail = stored.detail or f"data type {array.data_type if array else ''} is not read"
         state = stored.state if array is None else FileState.UNREADABLE
-        files.add(path, Opened[Any](path, state, None, detail), "zarr")
+        files.add(path, Opened(path, state, None, detail), "zarr")
         return None
     why = _NO_SHARDING if array.shape else ""
     return Found(Leaf(tuple(name.split("/")), dtype, array.shape), stored, array, dtype, folder.path, None, why)

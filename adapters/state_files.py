@@ -20,6 +20,7 @@ from auditor.adapters.step_file import Opened
 from auditor.containers.damage import DamagedError
 from auditor.containers.state_array import Plain, StateArray
 from auditor.model.catalog import Catalog, FileState
+from auditor.model.encoding import Encoding
 from auditor.model.mesh import NO_MESH
 from auditor.storage.store import Entry, Handle, StorageError, Store, join, read_bytes
 
@@ -35,6 +36,10 @@ class StateFile(Protocol):
     @property
     def opaque(self) -> Mapping[str, int]:
         """What is in it and can't be read: what it is, to how many there are."""
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """How its content is stored, where that isn't as it is."""
 
     def leaves(self) -> Iterator[tuple[Path, StateArray | Plain | None]]:
         """Paths and what lies there, in stored order."""
@@ -118,9 +123,7 @@ class StateFiles:
         placing, unknown = self._placing(store, folder, opened)
         opaque = Counter(unknown)
         for one in opened:
-            own = one.content.opaque if one.content else {}
-            opaque.update(own)
-            placing.builder.file(one.as_file(folder.path, self.name, opaque=own))
+            opaque.update(one.content.opaque if one.content else {})
         placing.add_all()
         unclaimed = [join(folder.path, name) for name in folder.files if name not in names]
         return placing.builder.build(match.step, folder.path, self.name, NO_MESH, opaque, unclaimed)
@@ -129,13 +132,16 @@ class StateFiles:
         self, store: Store, folder: Folder, opened: Sequence[Opened[StateFile]]
     ) -> tuple[StatePlacing, Counter[str]]:
         """The state that the files make up: each a part of it, called as the file is, where there are several."""
-        leaves, unknown = list[Stored](), Counter[str]()
+        leaves, unknown, builder = list[Stored](), Counter[str](), CatalogBuilder()
         for one in opened:
+            number = builder.file(one.as_file(folder.path, self.name, opaque=one.content.opaque if one.content else {}))
+            if one.content and one.content.encoding is not None:
+                builder.encode(number, one.content.encoding)
             prefix = (self._parts(one.name)["stem"],) if len(opened) > 1 else ()
             own, odd = stored(join(folder.path, one.name), prefix, one.content.leaves() if one.content else ())
             leaves += own
             unknown.update(odd)
-        return StatePlacing(CatalogBuilder(), store, leaves), unknown
+        return StatePlacing(builder, store, leaves), unknown
 
     def open(self, store: Store, folder: Folder, name: str) -> Opened[StateFile]:
         """One file without its weights; of one that is cut short, what its beginning tells."""

@@ -52,6 +52,8 @@ class StoredArray:
     chunks: Mapping[Position, Chunk] = field(default_factory=dict)
     strays: tuple[str, ...] = ()
     """Keys below it that are no chunks of it."""
+    broken: Mapping[str, Opened[Any]] = field(default_factory=dict)
+    """Key of a shard whose index can't be read."""
 
 
 @dataclass(slots=True)
@@ -150,7 +152,7 @@ class DatabaseArrays:
                 continue
             owner = _owner(key, arrays)
             array = arrays[owner].array if owner is not None else None
-            position = array.position(key[len(owner) + 1 :]) if array and owner is not None else None
+            position = array.shards.position(key[len(owner) + 1 :]) if array and owner is not None else None
             if owner is None:
                 self.found.strays.append(key)
             elif position is not None:

@@ -39,7 +39,6 @@ from auditor.adapters.orbax.tensors import Found, OrbaxFiles, OrbaxTensors
 from auditor.adapters.step_file import Opened
 from auditor.containers.ocdbt import MANIFEST
 from auditor.model.catalog import Catalog, FileState, Problem, ProblemKind
-from auditor.model.dtype import DTYPES
 from auditor.model.mesh import EVERYWHERE
 from auditor.storage.store import StorageError, Store, join
 
@@ -191,7 +190,7 @@ class OrbaxReading:
             path = join(item, leaf.name)
             self.files.add(path, Opened(path, stored.state, None, stored.detail), "zarr")
             return None
-        dtype = array.dtype("") or DTYPES.get(array.data_type)
+        dtype = array.dtype("")
         if dtype is None:
             path = join(item, leaf.name)
             detail = f"data type {array.data_type} is not read"
@@ -201,9 +200,6 @@ class OrbaxReading:
         how = mosaic(read.shardings.get(leaf.name), array.shape, array.chunk_shape, written.write_shape)
         unknown = leaf.value_type == "jax.Array" and leaf.name not in read.shardings and bool(array.shape)
         why = _NO_SHARDING if unknown else ""
-        if dtype.bits < 8:
-            # One element a byte, its upper bits zero: what the kernels have no word for.
-            why = f"elements of {dtype.bits} bits, one a byte, are not read"
         return Found(
             Leaf((*read.prefix, *leaf.path), dtype, array.shape, bool(written.random_key)), stored, array, dtype, item,
             how, why, read.arrays.lost_in,

@@ -13,13 +13,14 @@ from auditor.adapters.optax.record import numbers, record
 from auditor.adapters.optax.tree import Leaf, OptaxTree
 from auditor.adapters.orbax.arrays import Chunk, StoredArray
 from auditor.adapters.orbax.mosaic import Mosaic, coordinate_of
+from auditor.adapters.orbax.shards import unsharded
 from auditor.adapters.step_file import Opened
 from auditor.containers.elements import number_of
 from auditor.containers.encoded import open_file
 from auditor.containers.zarr_array import Position, ZarrArray
-from auditor.model.catalog import File, FileState, c_strides
-from auditor.model.dtype import UINT8, DType
-from auditor.model.encoding import EncodingBuilder
+from auditor.model.catalog import File, FileState
+from auditor.model.dtype import DType
+from auditor.model.encoding import ZEROS, EncodingBuilder
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
 from auditor.storage.store import StorageError, Store, read_bytes
 
@@ -41,6 +42,8 @@ class Found:
     undetermined: str = ""
     lost_in: str = ""
     """The file without which the array is not to be had, though it is known what it was."""
+    zeros_in: str = ""
+    """The file that tells which chunks are stored, where the writer leaves out those of zeros."""
 
 
 class OrbaxFiles:
@@ -63,17 +66,22 @@ class OrbaxFiles:
     def place(self, chunk: Chunk, codec: str, length: int, place: Coordinate) -> tuple[int, int]:
         """File of a chunk, and where its content of ``length`` bytes begins in that file's."""
         if chunk.entry is not None:
-            fits = codec or chunk.num_stored == length
+            whole = chunk.num_stored == chunk.entry.num_bytes
+            fits = codec or not whole or chunk.num_stored == length
             told = "" if fits else f"it has {chunk.num_stored} bytes, a chunk of its array has {length}"
             state = FileState.PRESENT if fits else FileState.DAMAGED
             number = self.add(chunk.file, Opened(chunk.file, state, None, told, chunk.entry), "zarr", place)
-            if not codec:
+            if whole and not codec:
                 return number, 0
         number = self.numbers[chunk.file]
         encoding = self._encodings.setdefault(number, EncodingBuilder())
         if chunk.inline is not None:
             return number, encoding.hold(length, codec, chunk.inline)
         return number, encoding.add(length, codec, chunk.offset, chunk.num_stored)
+
+    def zeros(self, number: int, length: int) -> int:
+        """Where in a file's content zeros begin that it doesn't store."""
+        return self._encodings.setdefault(number, EncodingBuilder()).hold(length, ZEROS, b"")
 
     def encode(self) -> None:
         """Hand what was collected to the files."""
@@ -90,6 +98,8 @@ class OrbaxTensors:
         self.wanted = frozenset(numbers(self.tree))
         self.scalars: dict[int, tuple[int, int]] = {}
         """Leaf to where its one element is."""
+        self.values: dict[int, float] = {}
+        """Leaf to its number, for those that are metadata."""
 
     def add(self) -> Mesh:
         """Add tensors, pieces, counters and groups; the mesh on which most arrays lay."""
@@ -111,14 +121,16 @@ class OrbaxTensors:
         return max(meshes, key=lambda mesh: (meshes[mesh], mesh.axes), default=Mesh())
 
     def _add_pieces(self, at: int, number: int, entry: Found) -> None:
-        array, stored = entry.array, entry.stored
+        array, stored = entry.array, unsharded(self.store, entry.stored)
+        for key, opened in stored.broken.items():
+            path = f"{entry.item}/{stored.name}/{key}".lstrip("/")
+            self.files.add(path, opened, "zarr")
         if entry.lost_in or array.unsupported:
             file = self._unread(entry) if not entry.lost_in else self.files.numbers[entry.lost_in]
             for position in islice(array.positions(), MAX_NAMED):
                 self._lost(number, entry, file, position)
             return
-        stored_as = entry.dtype if entry.dtype.bits >= 8 else UINT8
-        length, strides = array.chunk_bytes(stored_as), c_strides(array.chunk_shape)
+        length, strides = array.chunk_bytes(entry.dtype), array.strides
         for position, chunk in sorted(stored.chunks.items()):
             box = array.box(position)
             place = coordinate_of(entry.how, box.start)
@@ -128,7 +140,17 @@ class OrbaxTensors:
                 self.scalars[at] = file, offset
         if len(stored.chunks) < array.num_chunks:
             for position in islice((one for one in array.positions() if one not in stored.chunks), MAX_NAMED):
-                self._lost(number, entry, self._missing(entry, position), position)
+                self._missing_or_zeros(number, entry, position)
+
+    def _missing_or_zeros(self, number: int, entry: Found, position: Position) -> None:
+        """The piece of a chunk that is not stored."""
+        if not entry.zeros_in or not entry.array.fills_zeros:
+            self._lost(number, entry, self._missing(entry, position), position)
+            return
+        file, array = self.files.numbers[entry.zeros_in], entry.array
+        box, place = array.box(position), coordinate_of(entry.how, array.box(position).start)
+        at = self.files.zeros(file, array.chunk_bytes(entry.dtype))
+        self.builder.piece(number, file, at, box, place, key=entry.stored.name, strides=array.strides)
 
     def _lost(self, number: int, entry: Found, file: int, position: Position) -> None:
         """The piece of a chunk that is not to be had."""
@@ -141,7 +163,11 @@ class OrbaxTensors:
         return self.files.add(path, Opened(path, FileState.UNREADABLE, None, detail), "zarr")
 
     def _missing(self, entry: Found, position: Position) -> int:
-        path = f"{entry.item}/{entry.stored.name}/{entry.array.key(position)}".lstrip("/")
+        array, key = entry.array, entry.array.key(position)
+        path = f"{entry.item}/{entry.stored.name}/{key}".lstrip("/")
+        held = array.shard_shape and array.shards.position(key) in entry.stored.chunks
+        if held and self.files.states.get(path, FileState.PRESENT) is FileState.PRESENT:
+            path = f"{path}[{','.join(map(str, position))}]"
         return self.files.add(path, Opened[Any].absent(path), "zarr")
 
     # Numbers
@@ -151,23 +177,22 @@ class OrbaxTensors:
         by_file: dict[int, list[int]] = defaultdict(list)
         for at, (file, _) in self.scalars.items():
             by_file[file].append(at)
-        values: dict[int, float] = {}
         for file, members in by_file.items():
-            self._read(self.builder.file_at(file), members, values)
-        paths = dict.fromkeys(self.builder.file_at(self.scalars[at][0]).name for at in values)
+            self._read(self.builder.file_at(file), members)
+        paths = dict.fromkeys(self.builder.file_at(self.scalars[at][0]).name for at in self.values)
         if self.found:
-            record(self.builder, self.tree, values, next(iter(paths), self.found[0].stored.document))
+            record(self.builder, self.tree, self.values, next(iter(paths), self.found[0].stored.document))
 
-    def _read(self, file: File, members: Sequence[int], values: dict[int, float]) -> None:
+    def _read(self, file: File, members: Sequence[int]) -> None:
         if file.state is not FileState.PRESENT:
             return
         try:
             with open_file(self.store, file) as handle:
                 for at in members:
                     dtype = self.found[at].dtype
-                    value = number_of(read_bytes(handle, self.scalars[at][1], dtype.bits // 8), dtype)
+                    value = number_of(read_bytes(handle, self.scalars[at][1], dtype.num_bytes(1)), dtype)
                     if value is not None:
-                        values[at] = value
+                        self.values[at] = value
         except StorageError:
             # What can't be read is told by the pass, which reads it again.
             return

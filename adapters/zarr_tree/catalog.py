@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from itertools import islice
 
 from auditor.adapters.adapter import Folder
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.step_file import Opened
+from auditor.adapters.zarr_tree.chunks import ChunkPlacing
 from auditor.adapters.zarr_tree.description import (
     Description,
     Listed,
@@ -30,20 +30,15 @@ from auditor.adapters.zarr_tree.description import (
     words,
 )
 from auditor.adapters.zarr_tree.files import DOCUMENT, StepFiles, Stored, said
-from auditor.containers.zarr_array import ZarrArray
 from auditor.containers.zarr_names import escape, unescape
-from auditor.model.catalog import Catalog, File, FileState, Problem, ProblemKind, Role, Scalar, c_strides
+from auditor.model.catalog import Catalog, File, FileState, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import UINT8, DType
-from auditor.model.encoding import one_chunk
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh, coordinates_along
 from auditor.model.region import whole
 from auditor.storage.store import Store, join
 
 MAX_ABSENT = 1 << 14
 """Replicas of one step that only the mesh implies and that are not there; beyond it the mesh is no honest one."""
-MAX_NAMED = 256
-"""Missing chunks of one array that are named; the rest is a gap in the tensor."""
-_NOT_THERE = "it is not there (zarr leaves chunks of zeros out unless write_empty_chunks is set)"
 
 
 @dataclass(slots=True)
@@ -271,30 +266,7 @@ class ZarrTreeReading:
             return
         if not array.num_chunks:
             self.builder.piece(number, document, 0, whole(shape), place, key=key)
-        self._add_chunks(number, stored, array, place, dtype)
-
-    def _add_chunks(self, number: int, stored: Stored, array: ZarrArray, place: Coordinate, dtype: DType) -> None:
-        """A piece a chunk, and for chunks that are not there a piece each all the same, as long as they are few."""
-        key = stored.path
-        strides, length = c_strides(array.chunk_shape), array.chunk_bytes(dtype)
-        for position, entry in sorted(stored.chunks.items()):
-            fits = entry.num_bytes == length or bool(array.codec)
-            detail = "" if fits else f"it has {entry.num_bytes} bytes, a chunk of its array has {length}"
-            encoding = one_chunk(length, array.codec, entry.num_bytes) if array.codec else None
-            detail = encoding.contradiction(entry.num_bytes) if encoding else detail
-            state = FileState.DAMAGED if detail else FileState.PRESENT
-            file = self.builder.file(
-                File(entry.name, entry.num_bytes, entry.identity, state, place, detail, "zarr", encoding=encoding)
-            )
-            self.builder.piece(number, file, 0, array.box(position), place, key=key, strides=strides)
-        if len(stored.chunks) == array.num_chunks:
-            return
-        for position in islice((at for at in array.positions() if at not in stored.chunks), MAX_NAMED):
-            name, reason = array.key(position), stored.lost(array.key(position))
-            detail = f"it was not exported: {reason}" if reason else _NOT_THERE
-            lost = File(self._path(f"{stored.path}/{name}"), 0, "", FileState.MISSING, place, detail, "zarr")
-            file = self.builder.file(lost)
-            self.builder.piece(number, file, 0, array.box(position), place, key=key, strides=strides)
+        ChunkPlacing(self.builder, self.files.store, stored, array, dtype, self._path).add(number, place)
 
     def _check_origin(self, tensor: _Tensor, place: Coordinate, stored: Stored, step: int) -> None:
         """An array that was put in another's place still says what it was written as."""

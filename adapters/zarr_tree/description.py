@@ -14,7 +14,7 @@ from typing import Any
 from auditor.adapters.adapter import MAX_RANKS
 from auditor.containers.zarr_array import MAX_DIMS, MAX_EXTENT
 from auditor.model.catalog import File, FileState, Problem, ProblemKind, Role, Scalar
-from auditor.model.dtype import DTYPES, DType
+from auditor.model.dtype import APART, DTYPES, DType
 from auditor.model.mesh import Coordinate, Mesh, Replicate, Shard
 from auditor.model.optimizer import Hyperparameter, ParameterGroup, Tie
 
@@ -181,7 +181,7 @@ def _listed(row: Any, replicas: tuple[Coordinate, ...]) -> Listed | None:
         return None
     if math.prod(filter(None, shape)) > MAX_EXTENT:
         return None
-    return Listed(row[0], role, DTYPES[row[2]], shape, row[4], replicas)
+    return Listed(row[0], role, APART[row[2]], shape, row[4], replicas)
 
 
 def places(value: Any) -> tuple[Coordinate, ...]:

@@ -141,13 +141,14 @@ class StepFiles:
 
 
 def chunks_of(store: Store, folder: Folder, array: ZarrArray) -> dict[Position, Entry]:
-    """The chunks of an array that are there, by position.
+    """The chunks of an array that are there, by position; of one in shards of several chunks, the shards.
 
     Raises:
         LimitError: more names are below it than in any honest array.
         StorageError: storage failed.
     """
     found: dict[Position, Entry] = {}
+    array = array.shards
     if array.num_chunks <= _FEW_CHUNKS:
         for position in array.positions():
             try:

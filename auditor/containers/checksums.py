@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from auditor.containers.compression import ZstdStream
 from auditor.containers.damage import DamagedError
 from auditor.containers.dcp_items import Window, items_from_the_end
-from auditor.containers.encoded import DecodedHandle, Stored
-from auditor.containers.zip_directory import read_directory
-from auditor.model.encoding import PLAIN, ZSTD, Encoding, one_chunk
-from auditor.storage.store import Handle
+from auditor.containers.encoded import DecodedHandle
+from auditor.containers.layers import Stored
+from auditor.containers.zip_directory import Member, read_directory
+from auditor.model.encoding import DEFLATE, PLAIN, ZSTD, Encoding, one_chunk
+from auditor.storage.store import Handle, UndecodableError
 
 BLOCK_BYTES = 1 << 20
 
@@ -39,23 +40,43 @@ def verify_zip(handle: Handle) -> Verified:
     Raises:
         DamagedError, StorageError: as reading the directory and the data.
     """
-    buffer = memoryview(bytearray(BLOCK_BYTES))
+    return _verified(handle, read_directory(handle))
+
+
+def verify_npz(handle: Handle) -> Verified:
+    """As :func:`verify_zip`, of a file whose members may be compressed."""
+    return _verified(handle, read_directory(handle, deflated=True))
+
+
+def _verified(handle: Handle, members: Mapping[str, Member]) -> Verified:
     good, without, num_bytes = 0, 0, 0
     bad = []
-    for member in read_directory(handle).values():
+    for member in members.values():
         if member.crc32 == 0 and member.num_bytes:
             without += 1
             continue
-        crc, at = 0, 0
-        while at < member.num_bytes:
-            block = buffer[: min(BLOCK_BYTES, member.num_bytes - at)]
-            handle.read_into(member.offset + at, block)
-            crc = zlib.crc32(block, crc)
-            at += len(block)
-        num_bytes += member.num_bytes
+        crc = _crc32_of(handle, member)
+        num_bytes += member.num_stored
         good += crc == member.crc32
         bad += [member.name] if crc != member.crc32 else []
     return Verified(good, tuple(bad), without, num_bytes)
+
+
+def _crc32_of(handle: Handle, member: Member) -> int:
+    """The CRC-32 of a member's data; -1 where they don't come out of their compression."""
+    if member.num_deflated >= 0:
+        codec, size = DEFLATE, member.num_bytes
+        handle = DecodedHandle(handle, one_chunk(size, codec, member.num_deflated, member.offset))
+    crc, start = 0, 0 if member.num_deflated >= 0 else member.offset
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    for at in range(0, member.num_bytes, BLOCK_BYTES):
+        block = buffer[: min(BLOCK_BYTES, member.num_bytes - at)]
+        try:
+            handle.read_into(start + at, block)
+        except UndecodableError:
+            return -1
+        crc = zlib.crc32(block, crc)
+    return crc
 
 
 def sha256_of(handle: Handle) -> str:
@@ -144,6 +165,6 @@ def verify_blob(handle: Handle) -> Verified:
 
 
 VERIFIERS: dict[str, Callable[[Handle], Verified]] = {
-    "torch-zip": verify_zip, "dcp": verify_items, "safetensors": verify_blob,
+    "torch-zip": verify_zip, "npz": verify_npz, "dcp": verify_items, "safetensors": verify_blob,
 }  # fmt: skip
 """By container name, as the Catalog's files state it."""

@@ -1,4 +1,4 @@
-"""zstd, one frame at a time, in pieces of a size that the caller chooses; the library is loaded at first use.
+"""zstd and deflate, one frame at a time, in pieces of a size that the caller chooses; libraries load at first use.
 
 A frame may claim, or expand to, any size: nothing is allocated by what it says, and whoever reads says how much is
 expected.
@@ -22,6 +22,16 @@ class Source(Protocol):
 
     def read(self, num_bytes: int = -1, /) -> bytes:
         """At most so many bytes; none at the end."""
+
+
+class Stream(Protocol):
+    """A chunk being decoded."""
+
+    def read_into(self, buffer: memoryview) -> None:
+        """Fill ``buffer`` with what comes next."""
+
+    def at_end(self) -> bool:
+        """Whether nothing comes any more."""
 
 
 class ZstdStream:
@@ -70,11 +80,11 @@ class ZstdStream:
 
 
 class GzipStream:
-    """The content of one gzip or zlib member, in order."""
+    """The content of one gzip or zlib member, or of a bare deflate stream, in order."""
 
-    def __init__(self, source: Source, read_bytes: int = 1 << 17) -> None:
-        self._source, self._read_bytes = source, read_bytes
-        self._inflate, self._rest = zlib.decompressobj(zlib.MAX_WBITS | 32), b""
+    def __init__(self, source: Source, read_bytes: int = 1 << 17, *, bare: bool = False) -> None:
+        self._source, self._read_bytes, self._called = source, read_bytes, "deflate stream" if bare else "gzip member"
+        self._inflate, self._rest = zlib.decompressobj(-zlib.MAX_WBITS if bare else zlib.MAX_WBITS | 32), b""
 
     def read_into(self, buffer: memoryview) -> None:
         """As :meth:`ZstdStream.read_into`."""
@@ -82,7 +92,7 @@ class GzipStream:
         while at < len(buffer):
             found = self._next(len(buffer) - at)
             if not found:
-                raise DamagedError(f"its gzip member ends {len(buffer) - at} bytes too early")
+                raise DamagedError(f"its {self._called} ends {len(buffer) - at} bytes too early")
             buffer[at : at + len(found)] = found
             at += len(found)
 
@@ -94,11 +104,11 @@ class GzipStream:
         while not self._inflate.eof:
             self._rest = self._rest or self._source.read(self._read_bytes)
             if not self._rest:
-                raise DamagedError("its gzip member is cut short")
+                raise DamagedError(f"its {self._called} is cut short")
             try:
                 found = self._inflate.decompress(self._rest, num_bytes)
             except zlib.error as error:
-                raise DamagedError(f"its gzip member is broken ({error})") from error
+                raise DamagedError(f"its {self._called} is broken ({error})") from error
             self._rest = self._inflate.unconsumed_tail
             if found:
                 return found

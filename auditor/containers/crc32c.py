@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def crc32c(content: bytes) -> int:
     """CRC-32C (Castagnoli) of ``content``."""
-    return _value()(content)
+    return _extend()(0, content)
+
+
+def crc32c_of(parts: Iterable[bytes]) -> int:
+    """The same of content that comes in parts."""
+    found, extend = 0, _extend()
+    for part in parts:
+        found = extend(found, part)
+    return found
 
 
 @cache
-def _value() -> Callable[[bytes], int]:
+def _extend() -> Callable[[int, bytes], int]:
     # Comes with zarr. A table in Python would take a second for ten megabytes of nodes.
-    from google_crc32c import value
+    from google_crc32c import extend
 
-    checksum: Callable[[bytes], int] = value
+    checksum: Callable[[int, bytes], int] = extend
     return checksum

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from auditor.containers.compression import ZstdStream, read_all
 from auditor.containers.damage import DamagedError, UnsupportedError
 from auditor.containers.dcp_forms import Forms
-from auditor.containers.encoded import InMemory, Stored
+from auditor.containers.encoded import InMemory
+from auditor.containers.layers import Stored
 from auditor.containers.torch_zip import StoredTensor, read_number, read_torch_file, tensor_at
 from auditor.containers.zip_directory import archive_before
 from auditor.model.encoding import BEGINNING, PLAIN, ZSTD

@@ -10,15 +10,29 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from auditor.containers.compression import GzipStream, ZstdStream
+from auditor.containers.compression import GzipStream, Stream, ZstdStream
 from auditor.containers.crc32c import crc32c
 from auditor.containers.damage import DamagedError, UnsupportedError
+from auditor.containers.layers import Stored, SwappedStream, WholeStream, ZeroStream, without_checksum
 from auditor.model.catalog import File
-from auditor.model.encoding import BEGINNING, GZIP, PLAIN, SHARD, ZSTD, Encoding, most_bytes
+from auditor.model.encoding import (
+    BEGINNING,
+    BLOSC,
+    CRC32C,
+    DEFLATE,
+    GZIP,
+    LZ4,
+    SHARD,
+    SWAPPED,
+    ZEROS,
+    ZSTD,
+    Encoding,
+    most_bytes,
+)
 from auditor.storage.store import Entry, Handle, ShortReadError, Store, UndecodableError, read_bytes
 
 KEPT_BYTES = 1 << 20
@@ -34,16 +48,6 @@ _INDEX_BYTES, _NOTHING = 20, (1 << 64) - 1
 T = TypeVar("T")
 
 
-class Stream(Protocol):
-    """A chunk being decoded."""
-
-    def read_into(self, buffer: memoryview) -> None:
-        """Fill ``buffer`` with what comes next."""
-
-    def at_end(self) -> bool:
-        """Whether nothing comes any more."""
-
-
 @contextmanager
 def open_file(store: Store, file: File) -> Iterator[Handle]:
     """``file`` with the content that its pieces address; as it is stored where it has no encoding.
@@ -53,23 +57,6 @@ def open_file(store: Store, file: File) -> Iterator[Handle]:
     """
     with store.open(file.name) as handle:
         yield handle if file.encoding is None else DecodedHandle(handle, file.encoding)
-
-
-@dataclass(slots=True)
-class Stored:
-    """The stored bytes of a chunk, in order."""
-
-    handle: Handle
-    offset: int
-    num_left: int
-
-    def read(self, num_bytes: int = -1, /) -> bytes:
-        """At most so many of them."""
-        count = self.num_left if num_bytes < 0 else min(num_bytes, self.num_left)
-        found = read_bytes(self.handle, self.offset, count)
-        self.offset += count
-        self.num_left -= count
-        return found
 
 
 @dataclass(slots=True)
@@ -205,13 +192,21 @@ class DecodedHandle:
         handle: Handle = self.inner
         if table.held[number]:
             handle = InMemory(self.entry, memoryview(table.memory))
-        how, _, codec = table.codecs[int(table.codec[number])].rpartition("/")
+        codec, size = table.codecs[int(table.codec[number])], int(table.num_bytes[number])
         source = Stored(handle, offset, length)
-        if how == SHARD:
+        names = [name for name in codec.split("/") if name]
+        beginning = bool(names) and names[0] == BEGINNING
+        del names[:beginning]
+        if names and names[0] == SHARD:
             source = _only_chunk(source)
-        if int(table.num_bytes[number]) > most_bytes(codec, source.num_left):
-            raise DamagedError(f"{source.num_left} bytes are too few for the {table.num_bytes[number]} of its array")
-        return _Beginning(_decoded(source, codec)) if how == BEGINNING else _decoded(source, codec)
+            del names[0]
+        if names and names[0] == CRC32C:
+            source = without_checksum(source)
+            del names[0]
+        if size > most_bytes(codec, source.num_left):
+            raise DamagedError(f"{source.num_left} bytes are too few for the {size} of its array")
+        stream = _decoded(source, names, size)
+        return _Beginning(stream) if beginning else stream
 
 
 def _keep(kept: OrderedDict[int, T], number: int, what: T) -> None:
@@ -228,14 +223,24 @@ def _read(opened: _Open, buffer: memoryview, size: int) -> None:
         raise DamagedError(f"it holds more than the {size} bytes that its array says")
 
 
-def _decoded(source: Stored, codec: str) -> Stream:
-    if codec == PLAIN:
-        return _Plain(source)
-    if codec == ZSTD:
-        return ZstdStream(source, READ_BYTES)
-    if codec == GZIP:
-        return GzipStream(source, READ_BYTES)
-    raise UnsupportedError(f"codec {codec[:40]}")
+def _decoded(source: Stored, names: list[str], size: int) -> Stream:
+    swapped = names.pop() if names and names[-1] in SWAPPED.values() else ""
+    name = names.pop() if names else ""
+    if name == ZSTD:
+        stream: Stream = ZstdStream(source, READ_BYTES)
+    elif name in (GZIP, DEFLATE):
+        stream = GzipStream(source, READ_BYTES, bare=name == DEFLATE)
+    elif name in (BLOSC, LZ4):
+        stream = WholeStream(source, name, size)
+    elif name == ZEROS:
+        stream = ZeroStream(size)
+    elif not name:
+        stream = _Plain(source)
+    else:
+        raise UnsupportedError(f"codec {name[:40]}")
+    if names:
+        raise UnsupportedError("several codecs")
+    return SwappedStream(stream, int(swapped.removeprefix("swap"))) if swapped else stream
 
 
 def _only_chunk(shard: Stored) -> Stored:

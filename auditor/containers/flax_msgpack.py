@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from auditor.containers.damage import DamagedError, LimitError
-from auditor.containers.state_array import Plain, StateArray, Stretch, num_stored
-from auditor.model.dtype import DTYPES
+from auditor.containers.state_array import Plain, StateArray, Stretch
+from auditor.model.dtype import APART
 from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
 
 MAX_DEPTH = 64
@@ -54,6 +54,8 @@ class FlaxFile:
     """Keys to trees, :class:`StateArray` and :class:`Plain`; positions of lists as words."""
     opaque: Mapping[str, int] = field(default_factory=dict)
     """Extensions of unknown types: what they are to how many there are."""
+    encoding: None = None
+    """Its bytes are its content."""
 
     def leaves(self) -> Iterator[tuple[tuple[str, ...], StateArray | Plain | None]]:
         """Paths and what lies there, in stored order; None for an empty map."""
@@ -271,8 +273,8 @@ class _Walk:
         kind, length = self._head(self.cursor.take(1, what)[0], what)
         if kind not in ("bytes", "text") or self.cursor.at + length != stop:
             raise DamagedError(f"{what} says that it has {length} bytes at {self.cursor.at}, its record ends at {stop}")
-        dtype = DTYPES.get(_OF_NUMPY.get(name, name))
-        needed = math.prod(shape) * num_stored(dtype) if dtype else length
+        dtype = APART.get(_OF_NUMPY.get(name, name))
+        needed = dtype.num_bytes(math.prod(shape)) if dtype else length
         if needed != length:
             raise DamagedError(f"{what} has {length} bytes, {name[:32]}{list(shape)} needs {needed}")
         found = StateArray(dtype, name, shape, (Stretch(self.cursor.at, length),))

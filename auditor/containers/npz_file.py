@@ -2,8 +2,9 @@
 
 Nothing is unpickled. Each member begins with the byte 0x93 and ``NUMPY``, two bytes of version, the length of a header
 (2 bytes little-endian, from version 2 on 4) and the header: a Python dictionary of ``descr``, ``fortran_order`` and
-``shape``, as numpy itself prints it. The zip file keeps a CRC-32 of every member. Members that ``savez_compressed``
-wrote have no byte ranges. Sources: numpy ``lib/format.py``, ``lib/_npyio_impl.py``.
+``shape``, as numpy itself prints it. The zip file keeps a CRC-32 of every member. In a file by ``savez_compressed``
+offsets are those of its content, the members laid end to end and decoded; :attr:`NpzFile.encoding` says where they are.
+Sources: numpy ``lib/format.py``, ``lib/_npyio_impl.py``.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
+from auditor.containers.encoded import DecodedHandle
 from auditor.containers.state_array import Plain, StateArray, Stretch
 from auditor.containers.zip_directory import CompressedError, Member, read_directory
 from auditor.model.dtype import DTYPES
-from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
+from auditor.model.encoding import DEFLATE, PLAIN, Encoding, EncodingBuilder, most_bytes
+from auditor.storage.store import Entry, Handle, ShortReadError, UndecodableError, read_bytes
 
 MAX_HEADER = 1 << 16
 MAX_DIMS, MAX_EXTENT = 64, 1 << 48
@@ -42,6 +45,7 @@ class NpzFile:
     arrays: Mapping[str, StateArray]
     """By member's name without ``.npy``, in stored order."""
     opaque: Mapping[str, int] = field(default_factory=dict)
+    encoding: Encoding | None = None
 
     def leaves(self) -> Iterator[tuple[tuple[str, ...], StateArray | Plain | None]]:
         """Names taken apart: at slashes if any name has one, else at dots."""
@@ -55,13 +59,17 @@ def read_npz(handle: Handle) -> NpzFile:
 
     Raises:
         DamagedError: the file is no whole npz file, or contradicts itself.
-        UnsupportedError: its members are compressed.
+        UnsupportedError: an array is one of numpy's own structures.
         StorageError: storage failed.
     """
     try:
-        members = read_directory(handle)
+        members = read_directory(handle, deflated=True)
     except CompressedError as error:
-        raise UnsupportedError("its arrays are compressed (numpy.savez_compressed), which is not read") from error
+        raise UnsupportedError("its arrays are compressed by something else than deflate") from error
+    encoding = None
+    if any(member.num_deflated >= 0 for member in members.values()):
+        members, encoding = _laid_out(members)
+        handle = DecodedHandle(handle, encoding)
     arrays: dict[str, StateArray] = {}
     opaque: Counter[str] = Counter()
     for member in members.values():
@@ -73,7 +81,20 @@ def read_npz(handle: Handle) -> NpzFile:
             opaque["numpy array of objects"] += 1
         else:
             arrays[member.name.removesuffix(".npy")] = array
-    return NpzFile(handle.entry, arrays, opaque)
+    return NpzFile(handle.entry, arrays, opaque, encoding)
+
+
+def _laid_out(members: Mapping[str, Member]) -> tuple[dict[str, Member], Encoding]:
+    """The members as they lie in the file's content, and where that is stored."""
+    builder, moved = EncodingBuilder(), dict[str, Member]()
+    for name, member in members.items():
+        codec = DEFLATE if member.num_deflated >= 0 else PLAIN
+        if member.num_bytes > most_bytes(codec, member.num_stored):
+            held = f"{member.num_stored} bytes of it, which can't hold them"
+            raise DamagedError(f"{name[:200]!r} is said to have {member.num_bytes} bytes in {held}")
+        at = builder.add(member.num_bytes, codec, member.offset, member.num_stored)
+        moved[name] = replace(member, offset=at, num_deflated=-1)
+    return moved, builder.build()
 
 
 def _array(handle: Handle, member: Member) -> StateArray | None:
@@ -90,6 +111,8 @@ def _array(handle: Handle, member: Member) -> StateArray | None:
             head = read_bytes(handle, member.offset, start + length)
     except ShortReadError as error:
         raise DamagedError(f"the file ends before its own records do ({error})") from error
+    except UndecodableError as error:
+        raise DamagedError(f"{shown} does not decode: {error}") from error
     found = _HEADER.fullmatch(head[start : start + length])
     if found is None:
         if re.search(rb"'descr': '\|?O'", head):

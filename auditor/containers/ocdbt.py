@@ -197,7 +197,7 @@ def read_manifest(handle: Handle) -> list[Version]:
     numbers.take(1)
     if numbers.varint():
         numbers.take(4)
-    return _versions(numbers, _files(numbers, ""))
+    return _versions(numbers, _files(numbers, "", nameless=True))
 
 
 def _versions(numbers: Numbers, files: Sequence[tuple[str, str]]) -> list[Version]:
@@ -206,7 +206,9 @@ def _versions(numbers: Numbers, files: Sequence[tuple[str, str]]) -> list[Versio
     heights = numbers.take(count)
     places = _places(files, numbers.varints(count), numbers.varints(count), numbers.varints(count))
     num_keys = numbers.varints(count)
-    # An empty version's root is a reference to nothing, which no offset fits.
+    # An empty version's root is a reference to nothing: no offset fits it, and the file may have no name.
+    if any(keys and not place.file for place, keys in zip(places, num_keys, strict=True)):
+        raise DamagedError("it names a file outside the database: ''")
     return [
         Version(generation, height, place if keys else None, keys)
         for generation, height, place, keys in zip(generations, heights, places, num_keys, strict=True)
@@ -223,8 +225,11 @@ def _places(
     ]
 
 
-def _files(numbers: Numbers, base: str) -> list[tuple[str, str]]:
-    """Base path and full path of the files that a node lists, both below the database."""
+def _files(numbers: Numbers, base: str, *, nameless: bool = False) -> list[tuple[str, str]]:
+    """Base path and full path of the files that a node lists, both below the database.
+
+    ``nameless``: whether one may have no name.
+    """
     count = numbers.count()
     if count > MAX_FILES:
         raise LimitError(f"a node lists {count} files")
@@ -234,7 +239,8 @@ def _files(numbers: Numbers, base: str) -> list[tuple[str, str]]:
     for path, length in zip(_joined(numbers, prefixes, suffixes), bases, strict=True):
         if length > len(path):
             raise DamagedError("the base path of a file is longer than its name")
-        found.append((base + _text(path[:length]), base + _inside(_text(path))))
+        name = "" if nameless and not path else base + _inside(_text(path))
+        found.append((base + _text(path[:length]), name))
     return found
 
 

@@ -35,8 +35,3 @@ class Plain:
     """A number, text or null of the tree, or what is in the place of something longer or unknown."""
 
     value: float | int | bool | str | None
-
-
-def num_stored(dtype: DType) -> int:
-    """Bytes of one element: ml_dtypes keeps each in one of its own, also where it has fewer bits."""
-    return max(dtype.bits, 8) // 8

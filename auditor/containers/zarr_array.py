@@ -3,24 +3,26 @@
     zarr.json     node_type group or array; shape, data_type, chunk_grid, chunk_key_encoding, codecs, attributes
     c/<i>/<j>     the chunk at position (i, j) of a regular grid, in C order; edge chunks are as long as others
 
-Chunks may be compressed, and may be shards; ``codec`` says what is to be undone. An array with codecs that aren't read
-here is known by shape and dtype; ``unsupported`` says why its values aren't. Elements of zarr's own data types; an
-unsigned integer may carry another dtype of its width. Source: the Zarr v3 core specification, version 3.1.
+Chunks may be compressed, and may be shards; ``how`` says what is to be undone. An array with codecs that aren't read
+here is known by shape and dtype; ``unsupported`` says why its values aren't. Of shards of several chunks the array has
+the chunks; :attr:`ZarrArray.shards` is the same array with what is stored under keys. Elements of zarr's own data
+types; an unsigned integer may carry another dtype of its width. Source: the Zarr v3 core specification, version 3.1.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from auditor.containers.damage import DamagedError, LimitError
 from auditor.containers.json_document import read_json
-from auditor.containers.zarr_codecs import counts, named, read_codecs
-from auditor.model.dtype import DTYPES, DType, Kind
+from auditor.containers.zarr_codecs import Codecs, counts, named, read_codecs
+from auditor.model.catalog import c_strides
+from auditor.model.dtype import APART, DType, Kind
 from auditor.model.region import Box
 from auditor.storage.store import Handle
 
@@ -52,8 +54,28 @@ class ZarrArray(ZarrNode):
     separator: str = "/"
     unsupported: str = ""
     """Why the values can't be read; empty where they can."""
-    codec: str = ""
-    """What a chunk's bytes are under, as :mod:`auditor.model.encoding` calls it."""
+    how: Codecs = field(default_factory=Codecs)
+    fills_zeros: bool = False
+    """Whether the document says that chunks that are not stored are zeros."""
+    shard_shape: tuple[int, ...] = ()
+    """Of what is stored under one key, where that holds several chunks."""
+
+    @property
+    def codec(self) -> str:
+        """What a chunk's bytes are under, as :mod:`auditor.model.encoding` calls it."""
+        return self.how.codec
+
+    @property
+    def shards(self) -> ZarrArray:
+        """The array in the parts that are stored under keys."""
+        return replace(self, chunk_shape=self.shard_shape, shard_shape=()) if self.shard_shape else self
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one to the next along every dim of a chunk."""
+        order = self.how.order or tuple(range(len(self.chunk_shape)))
+        found = dict(zip(order, c_strides([self.chunk_shape[dim] for dim in order]), strict=True))
+        return tuple(found[dim] for dim in range(len(order)))
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -70,7 +92,10 @@ class ZarrArray(ZarrNode):
         yield from _positions(self.grid)
 
     def key(self, position: Position) -> str:
-        """The key of a chunk below the array."""
+        """The key below the array under which a chunk is stored."""
+        if self.shard_shape:
+            parts = [outer // inner for outer, inner in zip(self.shard_shape, self.chunk_shape, strict=True)]
+            return self.shards.key(tuple(at // n for at, n in zip(position, parts, strict=True)))
         numbers = list(map(str, position))
         return self.separator.join([self.prefix, *numbers] if self.prefix else numbers or ["0"])
 
@@ -114,11 +139,12 @@ class ZarrArray(ZarrNode):
 
     def dtype(self, source_dtype: str) -> DType | None:
         """What the elements are: ``source_dtype`` where the array's own type only carries its bits; None if unknown."""
-        own = DTYPES.get(self.data_type)
+        own = APART.get(self.data_type)
         if not source_dtype or source_dtype == self.data_type:
-            return own if own and own.bits >= 8 else None
-        true = DTYPES.get(source_dtype)
-        carries = own is not None and own.kind is Kind.UNSIGNED and true is not None and true.bits == own.bits
+            return own
+        true = APART.get(source_dtype)
+        fits = own is not None and true is not None and true.stored_bits == own.bits
+        carries = fits and own is not None and own.kind is Kind.UNSIGNED
         return true if carries else None
 
 
@@ -170,15 +196,19 @@ def _array(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> ZarrAr
     shape, chunk_shape = counts(document.get("shape")), counts(grid[1].get("chunk_shape"))
     if shape is None or len(shape) > MAX_DIMS:
         raise DamagedError("it has no shape")
-    codec, unsupported = read_codecs(document.get("codecs"), chunk_shape or ())
+    unsupported = ""
     if grid[0] != "regular":
         # Keys of chunks are not known then either; the whole array counts as one.
         unsupported, chunk_shape = f"chunk grid {grid[0][:40] or 'of no name'}", tuple(max(1, n) for n in shape)
-    chunk_shape = checked(shape, chunk_shape)
+    chunk_shape, shard_shape = checked(shape, chunk_shape), tuple[int, ...]()
     data_type = document.get("data_type")
     name = data_type if isinstance(data_type, str) else named(data_type)[0]
     if not name or len(name) > 64:
         raise DamagedError("it has no data type")
+    how = read_codecs(document.get("codecs"), chunk_shape, APART.get(name))
+    unsupported = unsupported or how.unsupported
+    if how.inner_shape and not unsupported:
+        chunk_shape, shard_shape = how.inner_shape, chunk_shape
     if encoding[0] not in ("default", "v2"):
         unsupported = unsupported or f"chunk keys {encoding[0][:40] or 'of no name'}"
     prefix, separator = ("", ".") if encoding[0] == "v2" else ("c", "/")
@@ -187,7 +217,18 @@ def _array(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> ZarrAr
         raise DamagedError("the separator of its chunk keys is neither / nor .")
     if isinstance(document.get("storage_transformers"), list) and document["storage_transformers"]:
         unsupported = unsupported or "storage transformers"
-    return ZarrArray(attributes, shape, chunk_shape, name, prefix, separator, unsupported, codec)
+    return ZarrArray(
+        attributes,
+        shape,
+        chunk_shape,
+        name,
+        prefix,
+        separator,
+        unsupported,
+        how,
+        document.get("fill_value") == 0,
+        shard_shape,
+    )
 
 
 def checked(shape: tuple[int, ...], chunk_shape: tuple[int, ...] | None) -> tuple[int, ...]:

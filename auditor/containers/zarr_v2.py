@@ -6,12 +6,14 @@ TensorStore, ``driver/zarr``.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 from auditor.containers.damage import DamagedError
 from auditor.containers.zarr_array import MAX_DIMS, ZarrArray, checked
-from auditor.containers.zarr_codecs import counts, read_compressor
-from auditor.model.dtype import DTYPES
+from auditor.containers.zarr_codecs import counts, read_compressor, swapped
+from auditor.model.dtype import APART
 
 DOCUMENT = ".zarray"
 _KINDS = {"f": "float", "i": "int", "u": "uint", "c": "complex"}
@@ -30,9 +32,6 @@ def array_of(document: Any) -> ZarrArray:
     if shape is None or len(shape) > MAX_DIMS:
         raise DamagedError("it has no shape")
     chunk_shape = checked(shape, chunk_shape)
-    codec, unsupported = read_compressor(document.get("compressor"), document.get("filters"))
-    if document.get("order", "C") != "C" and len(shape) > 1:
-        unsupported = unsupported or "elements in Fortran order"
     separator = document.get("dimension_separator", ".")
     if separator not in ("/", "."):
         raise DamagedError("the separator of its chunk keys is neither / nor .")
@@ -40,9 +39,13 @@ def array_of(document: Any) -> ZarrArray:
     if not isinstance(stated, str) or not stated or len(stated) > 64:
         raise DamagedError("it has no data type")
     name = data_type(stated)
-    if stated.startswith(">") and name in DTYPES:
-        unsupported = unsupported or "elements that are big-endian"
-    return ZarrArray({}, shape, chunk_shape, name, "", separator, unsupported, codec)
+    dtype = APART.get(name)
+    how = read_compressor(document.get("compressor"), document.get("filters"), math.prod(chunk_shape), dtype)
+    if document.get("order", "C") != "C":
+        how = replace(how, order=tuple(reversed(range(len(shape)))))
+    if stated.startswith(">"):
+        how = swapped(how, dtype)
+    return ZarrArray({}, shape, chunk_shape, name, "", separator, how.unsupported, how)
 
 
 def data_type(stated: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from auditor.containers.damage import DamagedError, LimitError
@@ -31,6 +31,9 @@ _LONG_TAIL = _SHORT_TAIL + 0xFFFF
 _UNSET16, _UNSET32 = 0xFFFF, 0xFFFFFFFF
 
 
+_STORED, _DEFLATED = 0, 8
+
+
 class CompressedError(DamagedError):
     """A member is compressed: legal in zip files, but no byte range is its content."""
 
@@ -47,10 +50,19 @@ class Member:
     num_bytes: int
     crc32: int
     """As stored; 0 may mean that the writer did not compute it."""
+    num_deflated: int = -1
+    """Bytes of the deflate stream that holds the data; -1: it is stored as it is."""
+
+    @property
+    def num_stored(self) -> int:
+        """Bytes that it takes in the file."""
+        return self.num_bytes if self.num_deflated < 0 else self.num_deflated
 
 
-def read_directory(handle: Handle) -> dict[str, Member]:
+def read_directory(handle: Handle, *, deflated: bool = False) -> dict[str, Member]:
     """The members of a zip file by name. Reads the end, the directory and the local headers, no data.
+
+    ``deflated``: whether members may be compressed.
 
     Raises:
         DamagedError: the file is no whole zip file, or its records contradict each other or its size.
@@ -63,7 +75,7 @@ def read_directory(handle: Handle) -> dict[str, Member]:
         start, length, count = _locate(handle, size)
         if length > MAX_DIRECTORY_BYTES:
             raise LimitError(f"its directory claims {length} bytes, at most {MAX_DIRECTORY_BYTES} are read")
-        entries = list(_entries(read_bytes(handle, start, length), count))
+        entries = list(_entries(read_bytes(handle, start, length), count, deflated))
         members = {}
         for entry in entries:
             if entry.name in members:
@@ -159,7 +171,7 @@ def archive_before(handle: Handle) -> int:
     return int(begin)
 
 
-def _entries(directory: bytes, count: int) -> Iterator[Member]:
+def _entries(directory: bytes, count: int, deflated: bool) -> Iterator[Member]:
     """Members with ``offset`` still unknown (-1)."""
     at = found = 0
     while at < len(directory):
@@ -172,11 +184,11 @@ def _entries(directory: bytes, count: int) -> Iterator[Member]:
         name = directory[at + _CENTRAL.size : extra_at].decode("utf-8", "backslashreplace")
         extra = directory[extra_at : extra_at + extra_length]
         unpacked, packed, header = _zip64(extra, unpacked, packed, header, name)
-        if method != 0 or packed != unpacked:
+        if not (method == _STORED and packed == unpacked) and not (deflated and method == _DEFLATED):
             raise CompressedError(f"its member {name!r} is compressed, which no checkpoint writer does")
         if flags & 0x1:
             raise DamagedError(f"its member {name!r} is encrypted")
-        yield Member(name, header, -1, unpacked, crc32)
+        yield Member(name, header, -1, unpacked, crc32, packed if method == _DEFLATED else -1)
         found += 1
         at = extra_at + extra_length + comment_length
     if at != len(directory) or found != count:
@@ -213,13 +225,13 @@ def _with_offset(handle: Handle, entry: Member, limit: int) -> Member:
     if local_name != entry.name:
         raise DamagedError(f"the member at byte {entry.header} calls itself {local_name!r}, not {entry.name!r}")
     offset = entry.header + LOCAL.size + name_length + extra_length
-    if offset + entry.num_bytes > limit:
-        raise DamagedError(f"its member {entry.name!r} runs to byte {offset + entry.num_bytes}, into the directory")
-    return Member(entry.name, entry.header, offset, entry.num_bytes, entry.crc32)
+    if offset + entry.num_stored > limit:
+        raise DamagedError(f"its member {entry.name!r} runs to byte {offset + entry.num_stored}, into the directory")
+    return replace(entry, offset=offset)
 
 
 def _refuse_overlap(members: dict[str, Member]) -> None:
     ordered = sorted(members.values(), key=lambda member: member.header)
     for left, right in pairwise(ordered):
-        if left.offset + left.num_bytes > right.header:
+        if left.offset + left.num_stored > right.header:
             raise DamagedError(f"its members {left.name!r} and {right.name!r} overlap")

@@ -89,7 +89,7 @@ def _equal_contents(before: StepRecord, catalog: Catalog, observations: Observat
 
 def _readable(catalog: Catalog) -> NDArray[np.bool_]:
     """Which pieces a pass at level ``values`` reads: no padding, nothing packed."""
-    told = [what.role is not Role.PADDING and what.dtype.bits >= 8 for what in catalog.tensors]
+    told = [what.role is not Role.PADDING and not what.dtype.packed for what in catalog.tensors]
     return np.array(told or [True])[catalog.pieces.tensor]
 
 

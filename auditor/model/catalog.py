@@ -349,6 +349,6 @@ class Catalog:
 
     def num_bytes(self) -> NDArray[np.int64]:
         """Logical bytes of every piece."""
-        bits = np.array([tensor.dtype.bits for tensor in self.tensors] or [0], np.int64)
+        bits = np.array([tensor.dtype.stored_bits for tensor in self.tensors] or [0], np.int64)
         sizes: NDArray[np.int64] = (self.pieces.num_elements() * bits[self.pieces.tensor] + 7) // 8
         return sizes

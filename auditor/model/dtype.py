@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Kind(enum.Enum):
@@ -37,7 +37,7 @@ class DType:
     name: str
     """The name used in messages and in the Zarr view, safetensors' and numpy's word where they agree."""
     bits: int
-    """Width of one element; below 8 only for types that pack several elements into a byte."""
+    """Width of one element."""
     kind: Kind
     exponent_bits: int = 0
     mantissa_bits: int = 0
@@ -46,6 +46,9 @@ class DType:
     non_finite: NonFinite = NonFinite.NONE
     signed: bool = True
     """False only for exponent-only scales (float8_e8m0fnu), which have no sign bit."""
+    apart: bool = False
+    """Of elements of fewer than 8 bits: whether each has a byte of its own, as ml_dtypes keeps them; the byte's upper
+    bits say nothing. Else several share a byte."""
 
     @property
     def carrier(self) -> str:
@@ -64,9 +67,19 @@ class DType:
         """
         return float(1 << (self.mantissa_bits + 1)) if self.kind is Kind.FLOAT else math.inf
 
+    @property
+    def packed(self) -> bool:
+        """Whether several elements share a byte."""
+        return self.bits < 8 and not self.apart
+
+    @property
+    def stored_bits(self) -> int:
+        """From one element to the next."""
+        return 8 if self.apart else self.bits
+
     def num_bytes(self, num_elements: int) -> int:
         """Bytes that ``num_elements`` elements occupy when stored without gaps; packed types round up."""
-        return (num_elements * self.bits + 7) // 8
+        return (num_elements * self.stored_bits + 7) // 8
 
 
 def _float(name: str, bits: int, exponent: int, mantissa: int, non_finite: NonFinite, bias: int | None = None) -> DType:
@@ -97,13 +110,15 @@ _ALL = (
     _float("float4_e2m1fn", 4, 2, 1, NonFinite.NONE),
     INT64,
     DType("int32", 32, Kind.SIGNED), DType("int16", 16, Kind.SIGNED), DType("int8", 8, Kind.SIGNED),
-    DType("int4", 4, Kind.SIGNED),
+    DType("int4", 4, Kind.SIGNED), DType("int2", 2, Kind.SIGNED),
     DType("uint64", 64, Kind.UNSIGNED), DType("uint32", 32, Kind.UNSIGNED), DType("uint16", 16, Kind.UNSIGNED),
-    UINT8, DType("uint4", 4, Kind.UNSIGNED),
+    UINT8, DType("uint4", 4, Kind.UNSIGNED), DType("uint2", 2, Kind.UNSIGNED),
     BOOL,
     DType("complex64", 64, Kind.COMPLEX, 8, 23, 127, _IEEE),
     DType("complex128", 128, Kind.COMPLEX, 11, 52, 1023, _IEEE),
 )  # fmt: skip
 
 DTYPES: dict[str, DType] = {dtype.name: dtype for dtype in _ALL}
-"""Every known dtype by name."""
+"""Every known dtype by name; those of fewer than 8 bits packed."""
+APART: dict[str, DType] = {name: replace(dtype, apart=dtype.bits < 8) for name, dtype in DTYPES.items()}
+"""The same where every element has a byte of its own."""

@@ -13,15 +13,23 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-PLAIN, ZSTD, GZIP = "", "zstd", "gzip"
+PLAIN, ZSTD, GZIP, DEFLATE, BLOSC, LZ4 = "", "zstd", "gzip", "deflate", "blosc", "lz4"
+"""A codec is a name of these, or several by slashes: as they are undone, the outermost first."""
 SHARD = "shard"
 """Before another codec: the chunk is the only one of a Zarr shard, which says at its end where it lies in it."""
 BEGINNING = "beginning"
-"""Before another codec: what is stored decodes to more than the chunk, which is the first part of it."""
+"""Before all others: what is stored decodes to more than the chunk, which is the first part of it."""
+ZEROS = "zeros"
+"""Alone: nothing is stored, and by the format's own rule that stands for zeros."""
+CRC32C = "crc32c"
+"""Before another codec: the CRC-32C of what is stored follows it."""
+SWAPPED = {2: "swap2", 4: "swap4", 8: "swap8"}
+"""Behind another codec: elements of so many bytes are big-endian."""
 
-_MAX_RATIO = {ZSTD: 1 << 15, GZIP: 1032}
+_MAX_RATIO = {ZSTD: 1 << 15, GZIP: 1032, DEFLATE: 1032, BLOSC: 1 << 26, LZ4: 255, ZEROS: 1 << 62}
 """Bytes that one stored byte can stand for: zstd's repeated blocks are 128 KiB in four bytes (RFC 8878, 3.1.1.2),
-deflate copies at most 258 bytes by two bits (RFC 1951). More is a lie, whatever the frame says."""
+deflate copies at most 258 bytes by two bits (RFC 1951), LZ4 255 by one more byte. More is a lie, whatever the frame
+says. Blosc 1 has blocks of up to 2 GiB, whose parts are under one of these."""
 _SLACK_BYTES = 64
 _SURE_BYTES = 1 << 30
 """Chunks beyond it that their stored bytes can't hold are a lie of the records: to look for each of their parts in vain
@@ -73,7 +81,7 @@ class Encoding:
         return f"two values are said to lie at byte {starts[shared[0] + 1]} of it" if len(shared) else ""
 
     def _may_hold(self, number: int) -> bool:
-        codec = self.codecs[int(self.codec[number])].rpartition("/")[2]
+        codec = self.codecs[int(self.codec[number])]
         return int(self.num_bytes[number]) <= most_bytes(codec, int(self.num_stored[number]))
 
     def between(self, first: int, last: int) -> Encoding:
@@ -136,11 +144,12 @@ class EncodingBuilder:
 
 def most_bytes(codec: str, num_stored: int) -> int:
     """To how many bytes ``num_stored`` stored ones can expand."""
-    return _MAX_RATIO.get(codec, 1) * (num_stored + _SLACK_BYTES)
+    ratio = max((_MAX_RATIO.get(name, 1) for name in codec.split("/")), default=1)
+    return ratio * (num_stored + _SLACK_BYTES)
 
 
-def one_chunk(num_bytes: int, codec: str, num_stored: int) -> Encoding:
-    """The encoding of a file that is one chunk of ``num_bytes`` as a whole."""
+def one_chunk(num_bytes: int, codec: str, num_stored: int, offset: int = 0) -> Encoding:
+    """The encoding of a file of whose content one chunk of ``num_bytes`` is all that counts."""
     builder = EncodingBuilder()
-    builder.add(num_bytes, codec, 0, num_stored)
+    builder.add(num_bytes, codec, offset, num_stored)
     return builder.build()

@@ -141,7 +141,7 @@ def _moves(catalog: Catalog, rules: Sequence[NameRule]) -> Iterator[_Move]:
         fits = ((rule, words) for rule in rules if (words := rule.match(owner)) is not None)
         rule, words = next(fits, (None, None))
         same = tuple(range(len(tensor.shape)))
-        of_shape = tensor.dtype.bits >= 8 and shapes.get(owner, tensor.shape) == tensor.shape
+        of_shape = not tensor.dtype.packed and shapes.get(owner, tensor.shape) == tensor.shape
         if rule is None or words is None or not of_shape:
             yield _Move(number, tensor.name, same)
             continue
@@ -223,7 +223,7 @@ def _add(pieces: PiecesBuilder, catalog: Catalog, piece: Piece, move: _Move, num
             start.insert(dim, place)
             stop.insert(dim, place + 1)
             steps.insert(dim, 1)
-        at = piece.offset + offset * tensor.dtype.bits // 8
+        at = piece.offset + offset * tensor.dtype.stored_bits // 8
         pieces.add(number, piece.file, at, Box(tuple(start), tuple(stop)), piece.coordinate, replica=piece.replica,
                    key=piece.key, strides=steps)  # fmt: skip
 

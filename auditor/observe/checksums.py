@@ -57,7 +57,8 @@ class _Verify:
             return FileChecksums(), 0
         try:
             with self.store.open(file.name) as handle:
-                found = verify_compressed(handle, file.encoding) if file.encoding else verifier(handle)
+                items = file.encoding if file.container == "dcp" else None
+                found = verify_compressed(handle, items) if items else verifier(handle)
         except (DamagedError, StorageError) as error:
             return FileChecksums(reason=str(error)), 0
         return FileChecksums(found.num_good, found.bad, found.num_without), found.num_bytes_read

@@ -173,7 +173,9 @@ def _no_run_outside(run: int) -> None:
 
 @lru_cache
 def _is_compiled(dtype: DType) -> bool:
-    """Whether this machine has instructions for the dtype: without them float16 would need a library that may lack."""
+    """Whether there are loops for the dtype, and this machine has the instructions: float16 else needs a library."""
+    if dtype.apart:
+        return False
     if dtype.name != "float16" or platform.machine().lower() in ("arm64", "aarch64"):
         return True
     if numba.config.CPU_NAME or numba.config.CPU_FEATURES:

@@ -15,6 +15,8 @@ def to_float64(bits: NDArray[np.unsignedinteger], dtype: DType) -> NDArray[np.fl
 
     64-bit integers beyond 2**53 are rounded.
     """
+    if dtype.apart:
+        bits = bits & np.uint8((1 << dtype.bits) - 1)
     if dtype.kind is Kind.FLOAT and dtype.bits <= 8:
         values: NDArray[np.float64] = float8_values(dtype)[bits]
         return values

@@ -86,10 +86,12 @@ def digest_array(bits: NDArray[np.unsignedinteger], dtype: DType, base: int, str
 
     Args:
         bits: value bits in the dtype's carrier, any memory order; complex elements are two along the last dim.
-        dtype: of the tensor; not a packed one.
+        dtype: of the tensor; no packed one.
         base: C-order index in the whole tensor of the box's first element.
         strides: C strides of the whole tensor, in elements.
     """
+    if dtype.apart:
+        bits = bits & np.uint8((1 << dtype.bits) - 1)
     if dtype.kind is Kind.COMPLEX:
         # An element is two words (or four): the stream is that of twice as many halves.
         half = DType("half", dtype.bits // 2, Kind.UNSIGNED)
@@ -113,9 +115,11 @@ def digest_rows(rows: NDArray[np.unsignedinteger], starts: NDArray[np.int64], dt
     Args:
         rows: value bits in the dtype's carrier, one run a row; complex elements are two each.
         starts: C-order index in the whole tensor of each row's first element; complex elements count twice.
-        dtype: of the tensor; not a packed one.
+        dtype: of the tensor; no packed one.
     """
     width = dtype.bits // 2 if dtype.kind is Kind.COMPLEX else dtype.bits
+    if dtype.apart:
+        rows = rows & np.uint8((1 << dtype.bits) - 1)
     return _digest_rows(rows, starts, width, counting_pattern(dtype))
 
 
@@ -145,12 +149,22 @@ def _digest_narrow(
     high = low + (rows.shape[1] - low) // per_word * per_word
     lanes = np.zeros((2, len(rows)), np.uint64)
     if high > low:
-        words = np.ascontiguousarray(rows[:, low:high]).view("<u4")
+        words = np.ascontiguousarray(_together(rows[:, low:high], bits)).view("<u4")
         lanes += _digest_words(words, (starts + low) // per_word, pattern)
     for first, last in ((0, low), (high, rows.shape[1])):
         if last > first:
             lanes += _digest_ragged(rows[:, first:last], starts + first, bits)
     return lanes
+
+
+def _together(rows: NDArray[np.unsignedinteger], bits: int) -> NDArray[np.unsignedinteger]:
+    """Elements of fewer than 8 bits, one a byte, as bytes that several share: the first in the lowest bits."""
+    if bits >= 8:
+        return rows
+    found = np.zeros((len(rows), rows.shape[1] * bits // 8), np.uint8)
+    for place in range(0, 8, bits):
+        found |= rows[:, place // bits :: 8 // bits] << np.uint8(place)
+    return found
 
 
 def _digest_words(words: NDArray[np.uint32], first: NDArray[np.int64], pattern: tuple[int, ...]) -> NDArray[np.uint64]:

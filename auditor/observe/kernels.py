@@ -126,7 +126,7 @@ class Kernels(Protocol):
 def comparable(kind: PairKind, left: DType, right: DType) -> bool:
     """Whether ``compare`` takes tensors of these dtypes; it raises ValueError otherwise."""
     if kind is PairKind.EQUAL:
-        return left.carrier == right.carrier and left.bits >= 8
+        return left.carrier == right.carrier and not left.packed
     if kind is PairKind.CAST:
         return can_round(right, left)
     return left.bits >= 8 and right.bits >= 8

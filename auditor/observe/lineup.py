@@ -59,7 +59,7 @@ def lineups(catalog: Catalog, pairings: Sequence[Pairing], rows: NDArray[np.int6
 
 def _comparable(catalog: Catalog, pairing: Pairing) -> bool:
     left, right = catalog.tensors[pairing.left], catalog.tensors[pairing.right]
-    wide = min(left.dtype.bits, right.dtype.bits) >= 8
+    wide = not left.dtype.packed and not right.dtype.packed
     return wide and left.shape == right.shape and Kind.COMPLEX not in (left.dtype.kind, right.dtype.kind)
 
 

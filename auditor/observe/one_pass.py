@@ -34,7 +34,7 @@ def wanted_rows(catalog: Catalog, tensors: Iterable[int] | None = None) -> NDArr
     chosen = range(len(catalog.tensors)) if tensors is None else tensors
     wanted = np.zeros(len(catalog.tensors), bool)
     wanted[
-        [n for n in chosen if catalog.tensors[n].role is not Role.PADDING and catalog.tensors[n].dtype.bits >= 8]
+        [n for n in chosen if catalog.tensors[n].role is not Role.PADDING and not catalog.tensors[n].dtype.packed]
     ] = True
     return np.flatnonzero(wanted[catalog.pieces.tensor]) if len(catalog.pieces) else np.zeros(0, np.int64)
 

@@ -142,7 +142,7 @@ def flat_cell(start: int, stop: int, pieces: Sequence[Piece], firsts: Sequence[i
         Side(
             piece.index,
             piece.file,
-            piece.offset + (start - first) * (dtype.bits // 8),
+            piece.offset + (start - first) * (dtype.stored_bits // 8),
             (1,),
             dtype,
             np.dtype(dtype.carrier).itemsize,

@@ -160,7 +160,7 @@ class AdapterContract:
             tree = run_tree(store, [StepNode("1", partial(self.catalog, store))])
             group: Any = open_group(tree)["steps/1/pieces"]
             for piece in catalog.pieces:
-                width = catalog.tensors[piece.tensor].dtype.bits // 8
+                width = catalog.tensors[piece.tensor].dtype.stored_bits // 8
                 raw = np.frombuffer(contents[piece.file], np.uint8)
                 at = np.add.outer(self.element_offsets(piece) * width + piece.offset, np.arange(width))
                 assert group[str(piece.index)][...].tobytes() == raw[at].tobytes(), piece

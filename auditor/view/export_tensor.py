@@ -137,7 +137,7 @@ def digest_of(content: Readable, tensor: Tensor, box: Box) -> Lanes:
     if not hasattr(_local, "buffer"):
         _local.buffer = bytearray(BUFFER_BYTES)
     buffer: bytearray = _local.buffer
-    width, lanes = tensor.dtype.bits // 8, (0, 0)
+    width, lanes = tensor.dtype.stored_bits // 8, (0, 0)
     base = sum(a * s for a, s in zip(box.start, c_strides(tensor.shape), strict=True))
     for low in range(0, box.num_elements, len(buffer) // width):
         count = min(len(buffer) // width, box.num_elements - low)
@@ -200,7 +200,7 @@ class TensorExport:
         more: dict[str, Any] = {"source_identity": self._source_identity(replica.number)}
         if replica.digest:
             more["digest"] = replica.digest
-        if self.what.dtype.bits < 8:
+        if self.what.dtype.packed:
             more["unexported"] = "its elements share bytes"
         elif replica.lost:
             listed = list(replica.lost.items())[:MAX_LISTED]
@@ -250,7 +250,7 @@ class TensorExport:
         """Why the source does not say what the replica is; empty where it does. Gaps show chunk by chunk."""
         rows = self.catalog.rows_of(self.number, replica).tolist()
         called = f"{self.what.name} ({self.what.role.value})"
-        if self.what.dtype.bits < 8:
+        if self.what.dtype.packed:
             return f"{called}: elements that share bytes are not exported yet"
         try:
             found = coverage([self.catalog.pieces.region(row) for row in rows], self.what.shape)

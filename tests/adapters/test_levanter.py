@@ -48,6 +48,12 @@ def test_a_lost_chunk_is_never_filled():
     assert finding.id.startswith(("INT", "COV"))
 
 
+@pytest.mark.parametrize("content", [b"", b"{}", b"{", b'{"zarr_format": 2, "shape": [4], "chunks": [0]}'])
+def test_a_document_that_is_none_is_a_damaged_file(content):
+    run = audited({**objects(), f"{NU}/.zarray": content})
+    assert ("INT002", NU) in {(finding.id, at.file) for finding in run.findings for at in finding.locations}
+
+
 def test_a_chunk_cut_short_is_named():
     files = objects()
     name = next(name for name in files if name.startswith(f"{NU}/1"))

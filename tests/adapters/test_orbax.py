@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from auditor.audit import audit
 from auditor.containers.ocdbt import read_database
 from auditor.model.catalog import Role
 from auditor.model.region import whole
+from auditor.observe.one_pass import observe, wanted_rows
+from auditor.observe.shares import Everything
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
@@ -158,9 +161,23 @@ def test_dtypes():
     assert all(name == dtype for name, dtype in found.items() if name in found.values())
     assert {"bfloat16", "float8_e4m3fn", "float8_e8m0fnu", "complex64"} <= {*found}
     assert "bool" in {tensor.dtype.name for tensor in catalog.tensors}
-    told = {tensor.name: tensor.undetermined for tensor in catalog.tensors if tensor.undetermined}
-    assert told["int4"] == told["float4_e2m1fn"] == "elements of 4 bits, one a byte, are not read"
-    assert [file.detail for file in catalog.files if file.detail] == ["data type int2 is not read"]
+    assert {"float4_e2m1fn", "int4", "int2"} <= {*found}
+    assert not [file.detail for file in catalog.files if file.detail]
+
+
+def test_elements_of_fewer_than_eight_bits_are_values():
+    """One a byte, upper bits masked off: -4 is 0x0c. Their digests are those of the bits that they have."""
+    (step,) = audited("dtypes").steps
+    assert not step.judgements["NUM001"].undetermined
+    catalog, store = catalog_of(FIXTURES / "dtypes" / "1"), LocalStore(FIXTURES / "dtypes" / "1")
+    with ThreadPoolExecutor(1) as pool:
+        seen = observe(store, catalog, wanted_rows(catalog), Everything(pool))
+    numbers = {tensor.name: number for number, tensor in enumerate(catalog.tensors)}
+    extrema = {}
+    for name in ("int4", "float4_e2m1fn", "int2"):
+        rows = catalog.rows_of(numbers[name], 0)
+        extrema[name] = float(seen.pieces["minimum"][rows].min()), float(seen.pieces["maximum"][rows].max())
+    assert extrema == {"int4": (-4.0, 3.0), "float4_e2m1fn": (-4.0, 3.0), "int2": (0.0, 1.0)}
 
 
 # Meshes and mosaics

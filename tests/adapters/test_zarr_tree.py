@@ -314,7 +314,7 @@ def test_an_unfinished_step_is_recognised_and_lacks_its_document(run):
          "codec sharding_indexed with several chunks a shard"),
         ({"codecs": [{"name": "transpose"}, {"name": "bytes"}]}, "codec transpose"),
         ({"codecs": [{"name": "bytes", "configuration": {"endian": "big"}}]}, "codec bytes, big-endian"),
-        ({"data_type": "string"}, "data type string"), ({"data_type": "int4"}, "data type int4"),
+        ({"data_type": "string"}, "data type string"), ({"data_type": "int3"}, "data type int3"),
         ({"data_type": {"name": "numpy.datetime64", "configuration": {}}}, "data type numpy.datetime64"),
         ({"chunk_grid": {"name": "rectilinear", "configuration": {}}}, "chunk grid rectilinear"),
         ({"chunk_key_encoding": {"name": "mine"}}, "chunk keys mine"),

@@ -9,9 +9,12 @@ import pytest
 
 from auditor.audit import audit
 from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
+from auditor.containers.encoded import open_file
 from auditor.containers.npz_file import read_npz
+from auditor.model.catalog import File
 from auditor.settings import Level, Settings
 from auditor.storage.memory import MemoryStore
+from auditor.storage.store import read_bytes
 
 
 def saved(save=np.savez, **arrays):
@@ -77,9 +80,47 @@ def test_objects_are_counted_and_not_unpickled():
     assert found.opaque == {"numpy array of objects": 1}
 
 
-def test_compressed_arrays_are_said_to_be_unread():
-    with pytest.raises(UnsupportedError, match="savez_compressed"):
-        read(saved(np.savez_compressed, w=np.zeros(1000)))
+WEIGHTS = {"params/w": np.arange(3000, dtype="f4").reshape(50, 60), "params/b": np.arange(5, dtype="f2")}
+
+
+def test_compressed_arrays_are_read():
+    """Offsets are those of the content, decoded while it is read; the CRC-32 of members is held against it."""
+    content = saved(np.savez_compressed, **WEIGHTS)
+    found, store = read(content), MemoryStore({"f": content})
+    with open_file(store, File("f", encoding=found.encoding)) as handle:
+        for name, array in WEIGHTS.items():
+            (stretch,) = found.arrays[name].stretches
+            assert read_bytes(handle, stretch.offset, stretch.num_bytes) == array.tobytes()
+    plain, packed = (audited({"step_3/s.npz": saved(save, **WEIGHTS)}) for save in (np.savez, np.savez_compressed))
+    assert [run.findings for run in (plain, packed)] == [[], []]
+    assert [run.steps[0].judgements["INT010"].num_holds for run in (plain, packed)] == [1, 1]
+
+
+def audited(objects):
+    (run,) = audit(MemoryStore(objects), Settings(level=Level.FULL, settle_seconds=0.0)).runs
+    return run
+
+
+def test_a_flipped_bit_in_a_compressed_array():
+    content = bytearray(saved(np.savez_compressed, **WEIGHTS))
+    content[2000] ^= 1
+    (finding,) = audited({"step_3/s.npz": bytes(content)}).findings
+    assert finding.id in ("INT010", "INT015")
+    assert {location.file for location in finding.locations} == {"step_3/s.npz"}
+
+
+def test_a_member_that_expands_beyond_what_it_says():
+    """268 MB of zeros in 260 kB, said to be a matrix of 12 kB; and 12 kB said to be a terabyte."""
+    small, large = npy(described(shape="(3000,)"), bytes(12000)), npy(described(shape="(3000,)"), bytes(1 << 28))
+    for content, stated in ((large, len(small)), (small, 1 << 31)):
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("params/w.npy", content)
+        raw = file.getvalue()
+        at = raw.rindex(b"PK\x01\x02") + 24
+        lie = raw[:at] + struct.pack("<I", stated) + raw[at + 4 :]
+        (finding,) = audited({"step_3/s.npz": lie}).findings
+        assert finding.id in ("INT002", "INT015")
 
 
 def test_other_byte_orders_and_texts_have_no_known_dtype():

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from auditor.model.catalog import c_strides
-from auditor.model.dtype import DTYPES, Kind
-from auditor.observe.digest import add, block_key, digest_array, displayed, word_keys
+from auditor.model.dtype import APART, DTYPES, Kind
+from auditor.observe.digest import add, block_key, digest_array, digest_rows, displayed, word_keys
 
 VECTORS = Path(__file__).parent / "digest_vectors.json"
 BITS = {"float64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int64": 64, "int32": 32, "int16": 16, "int8": 8,
@@ -120,6 +120,23 @@ NAMES = st.sampled_from(sorted(BITS))
 
 def test_every_unpacked_dtype_is_tried():
     assert {name: dtype.bits for name, dtype in DTYPES.items() if dtype.bits >= 8} == BITS
+
+
+@pytest.mark.parametrize("name", ["int4", "uint4", "float4_e2m1fn", "int2", "uint2"])
+@pytest.mark.parametrize(("shape", "start", "box"), [
+    ((5, 7), (0, 0), (5, 7)), ((5, 7), (1, 3), (3, 2)), ((41, 33), (3, 0), (38, 33)), ((70_000,), (5,), (69_900,)),
+])  # fmt: skip
+def test_elements_of_few_bits_that_have_a_byte_each(name, shape, start, box):
+    """The byte's upper bits say nothing: int4 of -8 is 0x08 in one file, 0xf8 in another."""
+    dtype = APART[name]
+    bits = np.random.default_rng(5).integers(0, 256, box, np.uint8)
+    values = (bits & (1 << dtype.bits) - 1).reshape(-1).tolist()
+    indices = plain_indices(shape, start, box)
+    assert box_digest(bits, dtype, shape, start) == plain_digest(values, dtype.bits, indices)
+    rows = bits.reshape(-1, box[-1])
+    firsts = np.array(indices, np.int64).reshape(rows.shape)[:, 0]
+    lanes = digest_rows(rows, firsts, dtype).sum(axis=1, dtype=np.uint64)
+    assert tuple(map(int, lanes)) == plain_digest(values, dtype.bits, indices)
 
 
 # Committed vectors
