@@ -176,5 +176,5 @@ class _Reading:
         keys = leaf.path if leaf and leaf.path else (stored.name,)
         return Found(
             Leaf(keys, dtype, array.shape), stored, array, dtype, join(self.folder.path, ARRAYS), None,
-            _NO_SHARDING if array.shape else "", self.arrays.lost_in, self._index(),
+            _NO_SHARDING if array.shape else "", self.arrays.lost_in, zeros_in=self._index(),
         )  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.orbax.catalog import OrbaxReading
-from auditor.adapters.orbax.files import STEP_METADATA, TEMPORARY, finished_twin, is_inner, items_of, step_in
+from auditor.adapters.orbax.files import STEP_METADATA, finished_twin, is_inner, is_temporary, items_of, step_in
 from auditor.adapters.zarr_tree.files import files_below
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Entry, Store
@@ -24,7 +24,7 @@ class Orbax:
 
     def recognise(self, store: Store, folder: Folder) -> Match | Declined:
         """By the names of its files and of those in its folders."""
-        if TEMPORARY in folder_name(store, folder) and finished_twin(store, folder):
+        if is_temporary(folder_name(store, folder)) and finished_twin(store, folder):
             return Declined("it is what a save left behind that was made again and finished", 0.5)
         if is_inner(store, folder):
             return Declined("it is a part of the checkpoint in the folder above it", 0.3)
@@ -38,7 +38,7 @@ class Orbax:
 
     def _step(self, store: Store, folder: Folder, held: str) -> tuple[int, str]:
         name = folder_name(store, folder)
-        state = ", unfinished" if TEMPORARY in name else ""
+        state = ", unfinished" if is_temporary(name) else ""
         step = step_in(name)
         if step is None:
             return 0, f"{held}{state}; nothing tells a step"

@@ -21,8 +21,11 @@ from auditor.adapters.orbax.files import (
     WRITTEN,
     Item,
     is_lock,
+    is_temporary,
     left_behind,
+    without_mark,
 )
+from auditor.adapters.orbax.legacy import LegacyLeaf, held_array, read_legacy
 from auditor.adapters.orbax.metadata import (
     Sharding,
     Shardings,
@@ -38,7 +41,9 @@ from auditor.adapters.orbax.mosaic import mosaic
 from auditor.adapters.orbax.tensors import Found, OrbaxFiles, OrbaxTensors
 from auditor.adapters.step_file import Opened
 from auditor.containers.ocdbt import MANIFEST
+from auditor.containers.zarr_array import ZarrArray
 from auditor.model.catalog import Catalog, FileState, Problem, ProblemKind
+from auditor.model.dtype import DTYPES
 from auditor.model.mesh import EVERYWHERE
 from auditor.storage.store import StorageError, Store, join
 
@@ -56,15 +61,27 @@ class _Read:
     shardings: Mapping[str, Sharding | None]
     written: Mapping[str, Written]
     arrays: Arrays
+    legacy: Opened[list[LegacyLeaf]] | None = None
+    """The aggregate file of older writers."""
 
     @property
     def prefix(self) -> tuple[str, ...]:
         """What is put before the paths in its tree."""
         return () if self.item.name in _WHOLE_STATE else (self.item.name,)
 
+    @property
+    def listed(self) -> set[str] | None:
+        """Names of the arrays that the tree knows of; None where there is no tree."""
+        if self.tree.content:
+            return {leaf.name for leaf in self.tree.content.leaves}
+        old = self.legacy.content if self.legacy else None
+        return {leaf.name for leaf in old} if old else None
+
     def leaves(self) -> Iterator[TreeLeaf]:
         """Those of its tree that are arrays, then arrays that the tree doesn't list."""
         listed = [leaf for leaf in self.tree.content.leaves if leaf.stored] if self.tree.content else []
+        old = self.legacy.content if self.legacy else None
+        listed += [TreeLeaf(leaf.path, "", folder=leaf.name) for leaf in old or () if leaf.name]
         yield from listed
         known = {leaf.name for leaf in listed}
         yield from (TreeLeaf(tuple(name.split(".")), "") for name in self.arrays.by_name if name not in known)
@@ -104,9 +121,9 @@ class OrbaxReading:
         if STEP_METADATA in self.folder.files:
             opened = Opened[bool].open(self.store, self.folder, STEP_METADATA, read_step_metadata)
             self.files.add(join(self.folder.path, STEP_METADATA), opened, "json")
-        if TEMPORARY in folder_name(self.store, self.folder):
-            return f"its folder has the name of one that is being written ({TEMPORARY})"
-        inner = next((item.folder.path for item in self.items if TEMPORARY in item.folder.path), None)
+        if is_temporary(name := folder_name(self.store, self.folder)):
+            return f"its folder has the name of one that is being written ({name.removeprefix(without_mark(name))})"
+        inner = next((item.folder.path for item in self.items if is_temporary(item.folder.path)), None)
         return f"{inner} has the name of a folder that is being written ({TEMPORARY})" if inner else ""
 
     def _finished(self) -> bool:
@@ -143,7 +160,11 @@ class OrbaxReading:
         arrays = (DatabaseArrays if database else FileArrays)(self.store, folder).read()
         for path, file in arrays.files.items():
             self.files.add(path, file, "ocdbt" if database else "zarr")
-        return _Read(item, tree, shardings, self._written(folder), arrays)
+        legacy = None
+        if TREE not in folder.files and LEGACY in folder.files:
+            legacy = Opened[list[LegacyLeaf]].open(self.store, folder, LEGACY, read_legacy)
+            self.files.add(join(folder.path, LEGACY), legacy, "msgpack")
+        return _Read(item, tree, shardings, self._written(folder), arrays, legacy)
 
     def _written(self, folder: Folder) -> dict[str, Written]:
         found: dict[str, Written] = {}
@@ -165,13 +186,14 @@ class OrbaxReading:
 
     def _arrays(self, read: _Read) -> Iterator[Found]:
         """The arrays of an item that can be told by shape and dtype; what is wrong with others is noted."""
-        tree = join(read.item.folder.path, TREE)
+        last = LEGACY if read.legacy else TREE
+        tree = join(read.item.folder.path, last)
         shared = Counter(leaf.name for leaf in read.leaves())
         for name in (name for name, count in shared.items() if count > 1):
             paths = " and ".join(str(leaf.path) for leaf in read.leaves() if leaf.name == name)
             message = f"has {paths}, which are both stored as {name}: one of them is lost"
             self._problem(ProblemKind.METADATA, tree, message, name)
-        listed = {leaf.name for leaf in read.tree.content.leaves} if read.tree.content else None
+        listed = read.listed
         for leaf in read.leaves():
             stored = read.arrays.by_name.get(leaf.name)
             if stored is None:
@@ -179,10 +201,30 @@ class OrbaxReading:
                     self._problem(ProblemKind.ABSENT, tree, f"lists {leaf.name}, which is not stored", leaf.name)
                 continue
             if listed is not None and leaf.name not in listed:
-                self._problem(ProblemKind.UNPLACED, stored.document, f"holds {leaf.name}, which {TREE} does not list")
+                self._problem(ProblemKind.UNPLACED, stored.document, f"holds {leaf.name}, which {last} does not list")
             found = self._found(read, leaf, stored)
             if found is not None:
                 yield found
+        yield from self._held(read)
+
+    def _held(self, read: _Read) -> Iterator[Found]:
+        """Arrays and numbers that the aggregate file of older writers holds itself."""
+        file = join(read.item.folder.path, LEGACY)
+        for leaf in (read.legacy.content if read.legacy else None) or ():
+            path, stored = (*read.prefix, *leaf.path), held_array(leaf, file)
+            if leaf.value is not None:
+                array, dtype = ZarrArray(), DTYPES["float64"]
+                yield Found(
+                    Leaf(path, dtype, ()), StoredArray("", file, array), array, dtype, file, value=leaf.value
+                )  # fmt: skip
+            elif stored is not None and stored.array is not None and leaf.held is not None and leaf.held.dtype:
+                why = _NO_SHARDING if leaf.held.shape else ""
+                yield Found(
+                    Leaf(path, leaf.held.dtype, leaf.held.shape), stored, stored.array, leaf.held.dtype, file, None, why
+                )  # fmt: skip
+            elif leaf.held is not None:
+                what = join(read.item.folder.path, f"{LEGACY}: {'.'.join(leaf.path)}")
+                self.files.add(what, Opened(what, FileState.UNREADABLE, None, "its form is not read"), "msgpack")
 
     def _found(self, read: _Read, leaf: TreeLeaf, stored: StoredArray) -> Found | None:
         array, item = stored.array, read.item.folder.path
@@ -198,7 +240,8 @@ class OrbaxReading:
             return None
         written = read.written.get(leaf.name, Written(None))
         how = mosaic(read.shardings.get(leaf.name), array.shape, array.chunk_shape, written.write_shape)
-        unknown = leaf.value_type == "jax.Array" and leaf.name not in read.shardings and bool(array.shape)
+        unknown = leaf.value_type == "jax.Array" or (read.legacy is not None and bool(leaf.folder))
+        unknown = unknown and leaf.name not in read.shardings and bool(array.shape)
         why = _NO_SHARDING if unknown else ""
         return Found(
             Leaf((*read.prefix, *leaf.path), dtype, array.shape, bool(written.random_key)), stored, array, dtype, item,

@@ -3,6 +3,7 @@
 <step>/_CHECKPOINT_METADATA    by CheckpointManager since 0.7
 <step>/<item>/…                one folder an item; a checkpointer alone writes an item where it is told to
 <step>.orbax-checkpoint-tmp/   a save that was not finished; older versions append -<timestamp>
+checkpoint_<step>.tmp-<time>/  the same by t5x
 commit_success.txt             written last; older versions wrote it on object stores alone
 """
 
@@ -19,6 +20,8 @@ from auditor.storage.store import ObjectMissingError, Store, join
 STEP_METADATA, TREE, SHARDING, WRITTEN = "_CHECKPOINT_METADATA", "_METADATA", "_sharding", "array_metadatas"
 MARKER, V1_MARKER, STRINGS, LEGACY = "commit_success.txt", "orbax.checkpoint", "_strings.json", "checkpoint"
 TEMPORARY = ".orbax-checkpoint-tmp"
+_MARKED = re.compile(r"(?P<name>.+?)(?:\.orbax-checkpoint-tmp.*|\.tmp-[0-9]{1,20})", re.A | re.S)
+"""Names of what is being written: Orbax's and t5x's."""
 KNOWN = frozenset(
     {STEP_METADATA, TREE, SHARDING, MARKER, V1_MARKER, STRINGS, LEGACY, MANIFEST, "descriptor", "metadata"}
 )
@@ -44,7 +47,13 @@ def is_lock(name: str) -> bool:
 
 def without_mark(name: str) -> str:
     """A folder's name without what marks it as unfinished."""
-    return name.partition(TEMPORARY)[0]
+    found = _MARKED.fullmatch(name)
+    return found["name"] if found else name
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a folder's name is that of one that is being written."""
+    return without_mark(name) != name
 
 
 def step_in(name: str) -> int | None:
@@ -121,7 +130,7 @@ def finished_twin(store: Store, folder: Folder) -> bool:
 def left_behind(store: Store, folder: Folder) -> str:
     """The path of what an earlier attempt at this checkpoint left; empty where nothing is there."""
     path = f"{folder.path}{TEMPORARY}"
-    return path if folder.path and TEMPORARY not in folder.path and _is_there(store, path) else ""
+    return path if folder.path and not is_temporary(folder.path) and _is_there(store, path) else ""
 
 
 def _is_there(store: Store, path: str) -> bool:

@@ -36,11 +36,13 @@ class TreeLeaf:
     """``jax.Array``, ``np.ndarray``, ``scalar``, ``string``; of nodes without leaves their kind."""
     stored: bool = True
     """Whether there is an array of it."""
+    folder: str = ""
+    """What its array is called on disk, where that is recorded."""
 
     @property
     def name(self) -> str:
         """What its array is called on disk."""
-        return ".".join(self.path)
+        return self.folder or ".".join(self.path)
 
 
 @dataclass(frozen=True, slots=True)

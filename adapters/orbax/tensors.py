@@ -42,6 +42,8 @@ class Found:
     undetermined: str = ""
     lost_in: str = ""
     """The file without which the array is not to be had, though it is known what it was."""
+    value: float | None = None
+    """The number that it is, where it is recorded as such and not stored as an array."""
     zeros_in: str = ""
     """The file that tells which chunks are stored, where the writer leaves out those of zeros."""
 
@@ -106,6 +108,10 @@ class OrbaxTensors:
         meshes: Counter[Mesh] = Counter()
         for at, entry in enumerate(self.found):
             meaning = self.tree.meanings[at]
+            if entry.value is not None:
+                if at in self.wanted:
+                    self.values[at] = entry.value
+                continue
             reason = entry.array.unsupported and f"{entry.array.unsupported} is not read"
             number = self.builder.tensor(
                 meaning.name, meaning.role, entry.dtype, entry.array.shape, meaning.order,
@@ -179,7 +185,9 @@ class OrbaxTensors:
             by_file[file].append(at)
         for file, members in by_file.items():
             self._read(self.builder.file_at(file), members)
-        paths = dict.fromkeys(self.builder.file_at(self.scalars[at][0]).name for at in self.values)
+        paths = dict.fromkeys(
+            self.builder.file_at(self.scalars[at][0]).name for at in self.values if at in self.scalars
+        )
         if self.found:
             record(self.builder, self.tree, self.values, next(iter(paths), self.found[0].stored.document))
 

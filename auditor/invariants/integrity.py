@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from auditor.invariants.invariant import Invariant, Needs
-from auditor.model.catalog import WITHHELD, Catalog, FileState, ProblemKind, Scalar
+from auditor.model.catalog import WITHHELD, Catalog, FileState, ProblemKind, Role, Scalar
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.observation import Read
 from auditor.model.run import StepEvidence, counters_of_files, counters_that_go_together, optimizer_step
@@ -138,10 +138,12 @@ def checksums_hold(evidence: StepEvidence) -> Judgement:
 
 
 def chunks_decode(evidence: StepEvidence) -> Judgement:
-    """Every chunk that was read decodes to what its array says."""
+    """Every chunk that was read decodes to what its array says; padding is never read."""
     catalog, broken = evidence.catalog, evidence.observations.broken
     encoded = np.array([file.encoding is not None for file in catalog.files] or [False])
-    rows = np.flatnonzero(encoded[catalog.pieces.file]) if len(catalog.pieces) else np.zeros(0, np.int64)
+    meant = np.array([tensor.role is not Role.PADDING for tensor in catalog.tensors] or [False])
+    inside = encoded[catalog.pieces.file] & meant[catalog.pieces.tensor] if len(catalog.pieces) else np.zeros(0, bool)
+    rows = np.flatnonzero(inside)
     if not len(rows):
         return Judgement(not_applicable={"no tensor is stored under a codec": 1})
     by_tensor: dict[int, list[int]] = {}

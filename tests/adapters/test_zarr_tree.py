@@ -309,11 +309,10 @@ def test_an_unfinished_step_is_recognised_and_lacks_its_document(run):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "blosc"}]}, "codec blosc"),
+        ({"codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "bz2"}]}, "codec bz2"),
         ({"codecs": [{"name": "sharding_indexed", "configuration": {}}]},
-         "codec sharding_indexed with several chunks a shard"),
+         "codec sharding_indexed without the shape of its chunks"),
         ({"codecs": [{"name": "transpose"}, {"name": "bytes"}]}, "codec transpose"),
-        ({"codecs": [{"name": "bytes", "configuration": {"endian": "big"}}]}, "codec bytes, big-endian"),
         ({"data_type": "string"}, "data type string"), ({"data_type": "int3"}, "data type int3"),
         ({"data_type": {"name": "numpy.datetime64", "configuration": {}}}, "data type numpy.datetime64"),
         ({"chunk_grid": {"name": "rectilinear", "configuration": {}}}, "chunk grid rectilinear"),
