@@ -1,6 +1,6 @@
 """The aggregate file of older writers: ``checkpoint``, a msgpack map of the whole state beside a folder an array.
 
-    {"params": {"w": "PLACEHOLDER://params.w"}, "step": 3}           Orbax before 0.6; small arrays may lie in the file
+    {"params": {"bias": "PLACEHOLDER://params.bias"}, "step": 3}   Orbax before 0.6; small arrays may lie in the file
     {"version": 3, "optimizer": {"target": …, "state": …}}           t5x; an array apart is a TensorStore spec
 
 Sources: orbax-checkpoint 0.2 ``pytree_checkpoint_handler.py``; t5x ``checkpoints.py``, ``state_utils.py``.
