@@ -14,6 +14,7 @@ are usual:
   Source: transformers ``trainer.py`` (``create_optimizer``).
 
 Since torch 2.6 an optimizer that was handed ``named_parameters()`` records the names, as ``param_names`` of each group.
+What FSDP gathers (``optim_state_dict``) has names in the place of numbers: in groups, and as keys of the state.
 
 Nothing is guessed: an order counts only if every group has as many parameters as it says and every stored moment has
 its parameter's shape, and names are attached only if all orders that fit agree. Where none fits, one under which most
@@ -23,7 +24,7 @@ moments do is taken if no other order could make the rest fit: then it is the st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 from auditor.containers.torch_zip import StoredTensor
@@ -61,6 +62,12 @@ class IndexedState:
     """Parameter number to what is kept for it."""
     counts: Mapping[int, float] = field(default_factory=dict)
     """Parameter number to the count of its steps, where that is kept as a plain number."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Parameter number to the name that stands in its place, where the state is kept by name."""
+
+    def key(self, number: int) -> str:
+        """By what the file has a parameter's state."""
+        return self.names.get(number, str(number))
 
     @property
     def orphans(self) -> frozenset[int]:
@@ -94,19 +101,35 @@ def indexed_state(value: object) -> IndexedState | None:
     if not all(isinstance(of_group, list) for of_group in numbers):
         return None
     flat = [number for of_group in numbers for number in of_group or ()]
-    if len(flat) > MAX_PARAMETERS or not all(type(number) is int for number in flat):
+    if len(flat) > MAX_PARAMETERS:
         return None
+    if flat and all(type(name) is str for name in flat):
+        return _by_name(groups, state, flat)
+    if not all(type(number) is int for number in flat):
+        return None
+    kept = {number: of for number, of in state.items() if type(number) is int and isinstance(of, dict)}
+    return _state(groups, [tuple(of_group or ()) for of_group in numbers], kept)
+
+
+def _by_name(groups: Sequence[Any], state: Mapping[Any, Any], flat: Sequence[str]) -> IndexedState:
+    """State with names in the place of numbers, which it is given here in the order of the groups."""
+    kept = {name: of for name, of in state.items() if type(name) is str and isinstance(of, dict)}
+    numbered = {name: number for number, name in enumerate(dict.fromkeys([*flat, *kept]))}
+    named_groups = [{**group, "param_names": group["params"]} for group in groups]
+    numbers = [tuple(numbered[name] for name in group["params"]) for group in groups]
+    found = _state(named_groups, numbers, {numbered[name]: of for name, of in kept.items()})
+    return replace(found, names={number: name for name, number in numbered.items()})
+
+
+def _state(
+    groups: Sequence[Any], numbers: Sequence[tuple[int, ...]], kept: Mapping[int, Mapping[Any, Any]]
+) -> IndexedState:
     tensors = {
-        number: {key: t for key, t in kept.items() if isinstance(key, str) and isinstance(t, StoredTensor)}
-        for number, kept in state.items()
-        if type(number) is int and isinstance(kept, dict)
+        number: {key: t for key, t in of.items() if isinstance(key, str) and isinstance(t, StoredTensor)}
+        for number, of in kept.items()
     }
-    counts = {
-        number: float(kept["step"])
-        for number, kept in state.items()
-        if type(number) is int and isinstance(kept, dict) and is_count(kept.get("step"))
-    }
-    return IndexedState(tuple(groups), tuple(tuple(of_group or ()) for of_group in numbers), tensors, counts)
+    counts = {number: float(of["step"]) for number, of in kept.items() if is_count(of.get("step"))}
+    return IndexedState(tuple(groups), tuple(numbers), tensors, counts)
 
 
 def is_count(value: object) -> TypeGuard[int | float]:
@@ -195,6 +218,9 @@ def named(shapes: Shapes, state: IndexedState) -> Order | None:
 def attach(shapes: Shapes, state: IndexedState, orders: Sequence[Order | None]) -> Attached:
     """Names for the numbers of ``state``, if exactly one of ``orders`` fits counts and shapes."""
     recorded = named(shapes, state)
+    if state.names and recorded is None:
+        unknown = next((name for name in state.names.values() if name not in shapes), "")
+        return Attached({}, (), f"the optimizer's state is kept by names, of which the model lacks {unknown}")
     known = [recorded] if recorded else [order for order in orders if order is not None]
     if not known:
         num_handed = sum(map(len, state.numbers))

@@ -3,10 +3,12 @@
     model.safetensors                                             one file
     model-<i>-of-<n>.safetensors, model.safetensors.index.json    several; the index maps names to files
     pytorch_model.bin, pytorch_model-<i>-of-<n>.bin, …index.json  the same as torch files
+    pytorch_model_fsdp.bin                                        accelerate's, of a model that FSDP gathered
     adapter_model.safetensors, adapter_model.bin                  low-rank adapters, alone or beside the model
 
 A loader takes the first of these that is there, in this order; the other kind beside it is legal and not looked at.
-Source: huggingface/transformers ``modeling_utils.py`` (``_get_resolved_checkpoint_files``, ``save_pretrained``).
+Source: huggingface/transformers ``modeling_utils.py`` (``_get_resolved_checkpoint_files``, ``save_pretrained``);
+huggingface/accelerate ``utils/fsdp_utils.py`` (``save_fsdp_model``).
 """
 
 from __future__ import annotations
@@ -116,7 +118,10 @@ class Kind:
         return (int(found[1]), int(found[2])) if found else None
 
 
-MODEL_KINDS = (Kind("model", "safetensors", "safetensors"), Kind("pytorch_model", "bin", "torch-zip"))
+MODEL_KINDS = (
+    Kind("model", "safetensors", "safetensors"), Kind("pytorch_model", "bin", "torch-zip"),
+    Kind("pytorch_model_fsdp", "bin", "torch-zip"),
+)  # fmt: skip
 ADAPTER_KINDS = (Kind("adapter_model", "safetensors", "safetensors"), Kind("adapter_model", "bin", "torch-zip"))
 
 

@@ -3,6 +3,7 @@
     optimizer.pt   scheduler.pt   scaler.pt   rng_state.pth or rng_state_<R>.pth     Hugging Face Trainer
     optimizer.bin  scheduler.bin  scaler.pt   random_states_<R>.pkl                  accelerate's save_state
 
+Where FSDP gathered it, the optimizer's state is kept by names instead of numbers.
 All are torch files, in spite of their names. Data-parallel ranks hold the same model, of which rank 0 saves its own;
 random states are each rank's. How many ranks there were is known by these files alone.
 Source: transformers ``trainer.py`` (``_save_checkpoint``; 5.24), accelerate ``checkpointing.py``; 1.15.
@@ -122,7 +123,7 @@ class TrainerFiles:
         names = _attached(state, listings)
         counted: dict[int, str] = {}
         for number, key, tensor in state.flat():
-            called = self._add_state(name, number, key, tensor, names, listings)
+            called = self._add_state(name, number, f"{state.key(number)}.{key}", tensor, names, listings)
             if key == "step":
                 counted[number] = called
         counted |= {number: names.names.get(number, f"state.{number}") for number in state.counts}
@@ -133,10 +134,10 @@ class TrainerFiles:
         record(self.builder, self.store, SavedOptimizer(self._path(name), EVERYWHERE, state, groups, counted))
 
     def _add_state(
-        self, file: str, number: int, key: str, stored: StoredTensor, names: Attached, listings: Listings
+        self, file: str, number: int, place: str, stored: StoredTensor, names: Attached, listings: Listings
     ) -> str:
-        """One tensor of the optimizer's; its name in the Catalog."""
-        path = f"{file.partition('.')[0]}.state.{number}.{key}"
+        """One tensor of the optimizer's, which the state has at ``place``; its name in the Catalog."""
+        path, key = f"{file.partition('.')[0]}.state.{place}", place.rpartition(".")[2]
         role, called, reason, order = ROLES.get(key, Role.MOMENT), path, names.reason, _NAMELESS_ORDER
         if number in names.names:
             owner = names.names[number]
@@ -148,7 +149,7 @@ class TrainerFiles:
         )  # fmt: skip
         self.builder.piece(
             tensor, self.builder.file_id(self._path(file)), stored.offset, whole(stored.shape), EVERYWHERE,
-            key=f"state.{number}.{key}", strides=stored.strides,
+            key=f"state.{place}", strides=stored.strides,
         )  # fmt: skip
         return called
 

@@ -11,16 +11,15 @@ from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.optimizer_index import (
     ROLES,
     Attached,
-    IndexedState,
     attach,
     consecutive,
-    indexed_state,
     role_and_name,
     split_by_decay,
 )
 from auditor.adapters.optimizer_record import SavedOptimizer, record, record_loss_scale
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.ties import distinct, in_one_storage
+from auditor.adapters.torch_per_rank.distributed import DistributedTensor, Held
 from auditor.adapters.torch_per_rank.files import (
     NAME,
     STEPS,
@@ -32,14 +31,14 @@ from auditor.adapters.torch_per_rank.files import (
     rank_state,
     recorded,
 )
+from auditor.adapters.torch_per_rank.grid import Spread, find_grid
 from auditor.containers.torch_zip import RecordBudget, StoredTensor
 from auditor.model.catalog import Catalog, File, FileState, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import FLOAT32
-from auditor.model.mesh import Coordinate, Mesh, Placement, Replicate, Shard, global_shape, local_box
+from auditor.model.mesh import Coordinate, Shard, global_shape, local_box
 from auditor.model.region import whole
 from auditor.storage.store import Store, join
 
-_OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
 _SCALERS = ("scaler", "grad_scaler", "scaler_state_dict")
 _WRAPPER = "module."
 
@@ -61,6 +60,11 @@ class PerRankReading:
             read[rank] = unread if skip else StepFile.read(store, folder, name, budget)
             world = recorded(read[rank], "world_size")
             worlds.update([world] if world and world <= min(MAX_RANKS, MAX_LOST * len(series.names)) else [])
+        states = {rank: rank_state(file) for rank, file in read.items() if file.content}
+        self.ranks_counted = not worlds and not folder.alone
+        if not worlds:
+            most = MAX_LOST * len(series.names)
+            worlds.update(n for state in states.values() for n in state.reader.num_ranks() if max(read) < n <= most)
         self.world = worlds.most_common(1)[0][0] if worlds else 1 + max(read, default=0)
         if folder.alone:
             self.world = max(self.world, *(rank + 1 for rank in read))
@@ -71,14 +75,11 @@ class PerRankReading:
         self.others = "one rank's file was named: the other ranks' were not looked at" if of_rank else ""
         alone = "a single file was named: what belongs to it is not known" if folder.alone else ""
         self.unseen = self.others or alone
-        self.states = {rank: rank_state(file) for rank, file in self.files.items() if file.content}
-        self.mesh = Mesh((("dp", self.world),), ordered=True)
+        self.states = {rank: state for rank, state in states.items() if rank in self.files}
+        self.grid = find_grid(self.states, self.world)
         self.wrapped = all(
             key.startswith(_WRAPPER) for s in self.states.values() for key in (*s.model, *s.parts)
         )  # DDP's own prefix is no part of the model's names; a model may also have a submodule called `module`.
-        replicated = self.world > 1 and not self.others
-        self.replicas = tuple(Coordinate.of(dp=rank) for rank in range(self.world)) if replicated else ()
-        self.ranks_counted = not worlds and not folder.alone
         self.doubt = self._doubt()
         self.lacking, self.lost = (None if self.doubt or self.others else lost_keys(self.states)) or (-1, ())
         """The rank whose model plainly lacks tensors, and their keys."""
@@ -87,10 +88,13 @@ class PerRankReading:
         """Rank and key in its file to the name of the tensor in the Catalog."""
 
     def _doubt(self) -> str:
-        """What says that rank files are no replicas."""
+        """What says that rank files are no replicas, and it isn't known what they are."""
         if any(state.parts for state in self.states.values()):
             return "rank files hold records of DTensor or ShardedTensor: parts, not replicas"
-        return next(filter(None, map(parallel_setting, self.files.values())), "")
+        writers = {rank: state.reader.writer for rank, state in self.states.items()}
+        if writers and all(writer not in (None, rank) for rank, writer in writers.items()):
+            return "files are numbered otherwise than the ranks that wrote them"
+        return self.grid.reason or next(filter(None, map(parallel_setting, self.files.values())), "")
 
     def catalog(self, step: int, format_name: str) -> Catalog:
         """The Catalog of the step."""
@@ -120,11 +124,11 @@ class PerRankReading:
         opaque: Counter[str] = Counter()
         for file in self.files.values():
             opaque.update(file.content.opaque if file.content else {})
-        catalog = self.builder.build(step, self.folder.path, format_name, self.mesh, opaque, unclaimed)
+        catalog = self.builder.build(step, self.folder.path, format_name, self.grid.mesh, opaque, unclaimed)
         return replace(catalog, unseen=self.unseen, ranks_counted=self.ranks_counted)
 
     def _as_file(self, rank: int, file: StepFile) -> File:
-        return file.as_rank_file(self.folder.path, Coordinate.of(dp=rank))
+        return file.as_rank_file(self.folder.path, self.grid.place(rank))
 
     def _name(self, key: str) -> str:
         return key.removeprefix(_WRAPPER) if self.wrapped else key
@@ -135,7 +139,7 @@ class PerRankReading:
         state = self.states[rank]
         copies = {
             (Role.EMA, self._name(path.partition(".")[2]), path): tensor
-            for path, tensor in averages(self.files[rank]).items()
+            for path, tensor in averages(self.files[rank], state.reader).items()
         }
         own = {
             (Role.BUFFER if is_buffer(key, tensor) else Role.PARAMETER, self._name(key), f"{state.path}{key}"): tensor
@@ -145,20 +149,14 @@ class PerRankReading:
 
     def _state(self, rank: int) -> Iterator[tuple[str, tuple[int, str, StoredTensor]]]:
         """Optimizer state by its path in the file."""
-        saved, state = self._saved(rank)
+        state, saved = self.states[rank].optimizer, self.states[rank].saved
         for number, key, tensor in state.flat() if state else ():
-            yield f"{saved}.state.{number}.{key}", (number, key, tensor)
-
-    def _saved(self, rank: int) -> tuple[str, IndexedState | None]:
-        """Where a file keeps the optimizer's state, and that state."""
-        tree = self.files[rank].tree
-        saved = next((key for key in _OPTIMIZERS if key in tree), "")
-        return saved, indexed_state(tree.get(saved))
+            yield f"{saved}.state.{state.key(number) if state else number}.{key}", (number, key, tensor)
 
     def _attached(self) -> Attached:
         """Names for parameter numbers, on which all files must agree."""
         found: Attached | None = None
-        optimizers = {rank: saved for rank in self.states if (saved := self._saved(rank)[1])}
+        optimizers = {rank: state.optimizer for rank, state in self.states.items() if state.optimizer}
         # An optimizer that has not taken a step keeps nothing by which orders could be told apart.
         stateful = {rank: saved for rank, saved in optimizers.items() if saved.tensors}
         for rank, saved in (stateful or optimizers).items():
@@ -167,6 +165,9 @@ class PerRankReading:
             shapes = {key: tensor.shape for key, tensor in state.parameters().items()}
             orders = [consecutive(shapes, saved), split_by_decay(shapes, saved)]
             orders.append(split_by_decay(shapes, saved, lambda name, shape: name.endswith("bias")))
+            # Where parameters are cut, what every rank has whole may be a buffer.
+            cut = {key: t.shape for key, t in state.parameters().items() if isinstance(t, DistributedTensor)}
+            orders += [consecutive(cut, saved), split_by_decay(cut, saved)] if 0 < len(cut) < len(shapes) else []
             own = attach(shapes, saved, orders)
             if own.reason or (found and own.names != found.names):
                 why = own.reason or "rank files number their optimizer's parameters differently"
@@ -196,67 +197,96 @@ class PerRankReading:
             else:
                 self._add_placed(slot, expected, held, placed, at)
 
-    def _placed(self, slot: Slot, held: Mapping[int, StoredTensor]) -> tuple[Shard | Replicate | None, str]:
+    def _placed(self, slot: Slot, held: Mapping[int, StoredTensor]) -> tuple[Spread | None, str]:
         """How a tensor lies over ranks, or why that isn't known."""
         stated = self.options.stated("dp", slot[1])
-        if len({(tensor.shape, tensor.dtype) for tensor in held.values()}) > 1:
+        if len({_likeness(tensor) for tensor in held.values()}) > 1:
             return None, "rank files hold it with different shapes or dtypes"
-        if len(held) < len(self.states):
-            plain = self._lost(slot) and not isinstance(stated, Shard)
-            return (Replicate(), "") if plain else (None, "not every rank file holds it")
-        if isinstance(stated, Shard) and self.others:
+        first = next(iter(held.values()))
+        cut = isinstance(stated, Shard) or isinstance(first, DistributedTensor)
+        if cut and self.others:
             return None, self.others
         if isinstance(stated, Shard) and slot[0] is not Role.COUNTER:
-            dims = len(next(iter(held.values())).shape)
-            return (
-                (stated, "") if stated.dim < dims else (None, f"it has no dim {stated.dim}, which is stated to be cut")
-            )
-        return (None, self.doubt) if self.doubt and stated is None else (Replicate(), "")
+            dims = len(first.shape)
+            if stated.dim >= dims:
+                return None, f"[placement.dp] names dim {stated.dim}, but it has no dim {stated.dim}: it has {dims}"
+            return Spread((), {"dp": stated}), ""
+        if self.doubt and stated is None:
+            return None, self.doubt
+        return self.grid.spread(held, held if self._lost(slot) else self.states)
 
     def _lost(self, slot: Slot) -> bool:
         """Whether it is of the model and one rank lost it: the others' are replicas all the same."""
         return slot[0] in (Role.PARAMETER, Role.BUFFER) and slot[1] in map(self._name, self.lost)
 
     def _add_placed(
-        self, slot: Slot, expected: StoredTensor, held: Mapping[int, StoredTensor], how: Shard | Replicate, order: int
+        self, slot: Slot, expected: StoredTensor, held: Mapping[int, StoredTensor], spread: Spread, order: int
     ) -> None:  # fmt: skip
         role, name, key = slot
-        placement: Placement = {"dp": how}
-        replicas = self.replicas if isinstance(how, Replicate) else ()
+        replicas = () if self.others else spread.replicas
         if self._lost(slot):
-            replicas = tuple(place for place in replicas if place != Coordinate.of(dp=self.lacking))
-        shape = global_shape(expected.shape, placement, self.mesh)
+            replicas = tuple(place for place in replicas if place != self.grid.place(self.lacking))
+        shape = expected.shape
+        if not isinstance(expected, DistributedTensor):
+            shape = global_shape(shape, spread.placement or {}, self.grid.mesh)
         tensor = self.builder.tensor(
-            name, role, expected.dtype, shape, order, replicas=replicas, replica_axes=("dp",) if replicas else (),
-            placement=placement, undetermined=self.others,
+            name, role, expected.dtype, shape, order, replicas=replicas,
+            replica_axes=spread.replica_axes if replicas else (), placement=spread.placement,
+            undetermined=self.others,
         )  # fmt: skip
         for rank, file in self.files.items():
             stored = held.get(rank)
             if stored is None and file.state is FileState.PRESENT:
                 continue
-            coordinate = Coordinate.of(dp=rank)
-            box = local_box(expected.shape, placement, self.mesh, coordinate)
-            number = self.builder.file_id(join(self.folder.path, file.name))
             self.called[rank, key] = name
-            source = stored or expected
-            offset = stored.offset if stored else 0
-            self.builder.piece(tensor, number, offset, box, coordinate, key=key, strides=source.strides)
+            self._add_pieces(tensor, rank, key, stored, expected, spread)
+
+    def _add_pieces(
+        self, tensor: int, rank: int, key: str, stored: StoredTensor | None, expected: StoredTensor, spread: Spread
+    ) -> None:
+        """What one rank's file holds, or should hold, of a tensor."""
+        coordinate, name = self.grid.place(rank), self.files[rank].name
+        number, source = self.builder.file_id(join(self.folder.path, name)), stored or expected
+        if isinstance(source, DistributedTensor):
+            regions = [held for held in source.layout.held(rank) or () if held.box.num_elements]
+            if stored is not None and not source.fits(rank):
+                self._add_misfit(rank, key, source)
+                return
+            parts = source.parts
+        else:
+            box = local_box(source.shape, spread.placement or {}, self.grid.mesh, coordinate)
+            regions, parts = [Held(box, 0, (0,) * len(source.shape))], (source,)
+        for box, at, start in regions:
+            part = parts[at] if at < len(parts) else parts[0]
+            skipped = sum(a * stride for a, stride in zip(start, part.strides, strict=True))
+            offset = part.offset + skipped * (part.dtype.bits // 8) if stored else 0
+            strides = part.strides if stored or len(parts) == 1 else None
+            self.builder.piece(tensor, number, offset, box, coordinate, key=key, strides=strides)
+
+    def _add_misfit(self, rank: int, key: str, tensor: DistributedTensor) -> None:
+        if self.states[rank].reader.writer in (None, rank):
+            stored, implied = ([*map(list, shapes)] for shapes in (
+                (part.shape for part in tensor.parts), tensor.layout.shapes(rank),
+            ))  # fmt: skip
+            message = f"holds {key} as {stored}, its recorded placement implies {implied}"
+            self._problem(ProblemKind.METADATA, self.files[rank].name, message, rank, self.called.get((rank, key), ""))
 
     def _add_alone(self, rank: int, slot: Slot, stored: StoredTensor, order: int, reason: str) -> None:
         """One rank's tensor of which nothing is claimed."""
         role, name, key = slot
-        coordinate = Coordinate.of(dp=rank)
-        tensor = self.builder.tensor(
-            f"{name}@{coordinate}", role, stored.dtype, stored.shape, order, undetermined=reason
-        )
-        self.called[rank, key] = f"{name}@{coordinate}"
+        coordinate = self.grid.place(rank)
+        called = self.called[rank, key] = f"{name}@{coordinate if coordinate.indices else f'rank {rank}'}"
         number = self.builder.file_id(join(self.folder.path, self.files[rank].name))
-        self.builder.piece(
-            tensor, number, stored.offset, whole(stored.shape), coordinate, key=key, strides=stored.strides
-        )
+        parts = stored.parts if isinstance(stored, DistributedTensor) else (stored,)
+        for at, part in enumerate(parts):
+            own = called if len(parts) == 1 else f"{called}#{at}"
+            tensor = self.builder.tensor(own, role, part.dtype, part.shape, order, undetermined=reason)
+            self.builder.piece(
+                tensor, number, part.offset, whole(part.shape), coordinate, key=key, strides=part.strides
+            )
 
     def _add_parts(self) -> None:
-        """Records of parts are not read; that they are there must show."""
+        """Records of parts that can't be placed; that they are there must show."""
         for key in dict.fromkeys(key for state in self.states.values() for key in state.parts):
             self.builder.tensor(self._name(key), Role.OBJECT, FLOAT32, (0,), 1 << 41, undetermined=self.doubt)
 
@@ -264,16 +294,16 @@ class PerRankReading:
 
     def _add_optimizer(self, rank: int, names: Attached) -> None:
         """What a file records of its optimizer besides tensors."""
-        path, coordinate = join(self.folder.path, self.files[rank].name), Coordinate.of(dp=rank)
+        path, coordinate = join(self.folder.path, self.files[rank].name), self.grid.place(rank)
         tree = self.files[rank].tree
         for scaler in (tree[key] for key in _SCALERS if key in tree):
             record_loss_scale(self.builder, self.store, path, coordinate, scaler)
-        saved, state = self._saved(rank)
+        state, saved = self.states[rank].optimizer, self.states[rank].saved
         if state is None or self.options.names_only:
             return
         called = {number: self._parameter(rank, name) for number, name in names.names.items()}
         counted = {
-            number: self.called.get((rank, f"{saved}.state.{number}.step"), called.get(number, ""))
+            number: self.called.get((rank, f"{saved}.state.{state.key(number)}.step"), called.get(number, ""))
             for number in {*state.tensors, *state.counts}
         }
         groups = [
@@ -304,7 +334,7 @@ class PerRankReading:
             ):
                 if value is not None:
                     path = join(self.folder.path, file.name)
-                    self.builder.scalars.append(Scalar(name, float(value), path, Coordinate.of(dp=rank)))
+                    self.builder.scalars.append(Scalar(name, float(value), path, self.grid.place(rank)))
             stated = recorded(file, "world_size")
             if stated not in (None, self.world):
                 self._problem(
@@ -319,12 +349,12 @@ class PerRankReading:
                 ProblemKind.RANKS_DISAGREE, self.files[self.lacking].name, message, self.lacking, self._name(key)
             )
         for name in self.leftovers:
-            self._problem(ProblemKind.LEFTOVER, name, f"is of no rank of the mesh ({self.mesh}), or there twice")
+            self._problem(ProblemKind.LEFTOVER, name, f"is of no rank of the mesh ({self.grid.mesh}), or there twice")
 
     def _problem(
         self, kind: ProblemKind, name: str, message: str, rank: int | None = None, tensor: str = ""
     ) -> None:  # fmt: skip
-        coordinate = Coordinate() if rank is None else Coordinate.of(dp=rank)
+        coordinate = Coordinate() if rank is None else self.grid.place(rank)
         self.builder.problems.append(Problem(kind, join(self.folder.path, name), message, coordinate, tensor))
 
     def _origin(self, rank: int, file: StepFile, *, several: bool) -> str:
@@ -332,5 +362,14 @@ class PerRankReading:
         root = NAME.fullmatch(f"{file.content.root}.pt") if file.content else None
         if root and root["head"] == self.series.head and int(root["rank"]) != rank:
             return f"was saved as {file.content.root if file.content else ''}"
+        writer = self.states[rank].reader.writer if rank in self.states else None
+        if writer not in (None, rank) and not self.doubt:
+            return f"holds what rank {writer} saved"
         own = recorded(file, "rank")
         return f"records rank {own}" if several and own not in (None, rank) else ""
+
+
+def _likeness(tensor: StoredTensor) -> object:
+    """What rank files that hold one tensor agree on."""
+    how = tuple(tensor.layout.placement.items()) if isinstance(tensor, DistributedTensor) else None
+    return tensor.shape, tensor.dtype, how

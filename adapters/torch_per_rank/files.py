@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from auditor.adapters.adapter import MAX_RANKS, Folder
+from auditor.adapters.optimizer_index import IndexedState, indexed_state
 from auditor.adapters.step_file import StepFile
-from auditor.containers.pickle_machine import Global, Opaque
+from auditor.adapters.torch_per_rank.distributed import PartReader, flat_state, is_part
+from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.dtype import Kind
 
@@ -24,7 +26,9 @@ _SETTINGS = ("args", "config", "cfg", "hparams", "hyper_parameters")
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size", "tensor_parallel_size",
           "pipeline_parallel_size", "tp_size", "pp_size", "tp", "pp")  # fmt: skip
 _BUFFER = re.compile(r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked)")
-_PARTS = frozenset({"DTensor", "ShardedTensor", "_rebuild_wrapper_subclass"})
+_OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+_FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
+"""What FSDP1 calls the parameters of one unit laid end to end, of which each rank has a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +76,16 @@ class RankState:
     """What one rank file holds."""
 
     model: Mapping[str, StoredTensor] = field(default_factory=dict)
-    """Key within the state dict to tensor."""
+    """Key within the state dict to tensor: whole, or as much as this file has of it."""
     parts: Sequence[str] = ()
-    """Keys of records that say that the file holds a part."""
+    """Keys of records that say that the file holds a part, of which it is not known where it lies."""
     path: str = ""
     """Where the state dict is in the file, with a dot."""
+    reader: PartReader = field(default_factory=PartReader)
+    """What the file's records of parts have in common."""
+    optimizer: IndexedState | None = None
+    saved: str = ""
+    """Where in the file that is."""
 
     @property
     def found(self) -> bool:
@@ -98,22 +107,60 @@ def is_buffer(key: str, tensor: StoredTensor) -> bool:
 
 
 def rank_state(file: StepFile) -> RankState:
-    """The model's state dict of one file."""
+    """The model's and the optimizer's state of one file."""
+    reader = PartReader()
+    state = _model(file, reader)
+    saved = next((key for key in _OPTIMIZERS if key in file.tree), "")
+    optimizer = indexed_state(_whole(file.tree.get(saved), reader)) if state.found else None
+    if optimizer:
+        flat = [tensor for name, tensor in state.parameters().items() if _FLAT.fullmatch(name)]
+        optimizer = _with_flat_state(optimizer, flat)
+    return replace(state, reader=reader, optimizer=optimizer, saved=saved)
+
+
+def _model(file: StepFile, reader: PartReader) -> RankState:
     for key in _MODELS:
         inside = file.tree.get(key)
-        if isinstance(inside, dict) and (state := _state_dict(inside, f"{key}.")).found:
+        if isinstance(inside, dict) and (state := _state_dict(inside, f"{key}.", reader)).found:
             return state
-    state = _state_dict(file.tree, "")
-    return state if 2 * len(state.model) > len(file.tree) or state.parts else RankState()
+    state = _state_dict(file.tree, "", reader)
+    distributed = any(map(is_part, file.tree.values()))
+    return state if 2 * len(state.model) > len(file.tree) or distributed else RankState()
 
 
-def averages(file: StepFile) -> dict[str, StoredTensor]:
+def _whole(saved: object, reader: PartReader) -> object:
+    """Optimizer state with the tensors that its records of parts stand for."""
+    state = saved.get("state") if isinstance(saved, dict) else None
+    if not isinstance(saved, dict) or not isinstance(state, dict):
+        return saved
+    kept = {
+        number: {key: reader.read(value) if is_part(value) else value for key, value in of.items()}
+        if isinstance(of, dict) else of
+        for number, of in state.items()
+    }  # fmt: skip
+    return {**saved, "state": kept}
+
+
+def _with_flat_state(state: IndexedState, parameters: Sequence[StoredTensor]) -> IndexedState:
+    """State of FSDP1's flat parameters, which it keeps as plain tensors, as parts like those are."""
+    numbers = [number for of_group in state.numbers for number in of_group]
+    if not parameters or len(numbers) != len(parameters):
+        return state
+    owners = dict(zip(numbers, parameters, strict=True))
+    tensors = {
+        number: {key: flat_state(owners[number], kept) for key, kept in of.items()} if number in owners else of
+        for number, of in state.tensors.items()
+    }
+    return replace(state, tensors=tensors)
+
+
+def averages(file: StepFile, reader: PartReader) -> dict[str, StoredTensor]:
     """Moving averages of the model's weights, by their path in the file."""
     found: dict[str, StoredTensor] = {}
     for key in AVERAGES:
         inside = file.tree.get(key)
         if isinstance(inside, dict):
-            state = _state_dict(inside, f"{key}.")
+            state = _state_dict(inside, f"{key}.", reader)
             found |= {f"{key}.{name}": tensor for name, tensor in state.model.items()}
     return found
 
@@ -139,17 +186,16 @@ def lost_keys(states: Mapping[int, RankState]) -> tuple[int, tuple[str, ...]] | 
     return (rank, tuple(lost)) if lost else None
 
 
-def _state_dict(tree: Mapping[Any, Any], path: str) -> RankState:
-    named = {key: value for key, value in tree.items() if isinstance(key, str)}
-    tensors = {key: value for key, value in named.items() if isinstance(value, StoredTensor)}
-    return RankState(tensors, [key for key, value in named.items() if _is_part(value)], path)
-
-
-def _is_part(value: object) -> bool:
-    """Whether a record stands for a rank's part of a tensor. Its module moved between releases, its name did not."""
-    if not isinstance(value, Opaque):
-        return False
-    return any(isinstance(item, Global) and item.name in _PARTS for item in (value.maker, *value.arguments))
+def _state_dict(tree: Mapping[Any, Any], path: str, reader: PartReader) -> RankState:
+    tensors: dict[str, StoredTensor] = {}
+    unplaced: list[str] = []
+    for key, value in tree.items():
+        tensor = value if isinstance(value, StoredTensor) else reader.read(value)
+        if isinstance(key, str) and tensor is not None:
+            tensors[key] = tensor
+        elif isinstance(key, str) and is_part(value):
+            unplaced.append(key)
+    return RankState(tensors, unplaced, path)
 
 
 def recorded(file: StepFile, *keys: str) -> int | None:

@@ -22,6 +22,14 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
+@dataclass(frozen=True, slots=True)
+class Attribute(Global):
+    """What a class has under a name: a class within it, or a member of an enumeration."""
+
+
+_GETATTR = ("builtins.getattr", "__builtin__.getattr")
+
+
 @dataclass(slots=True, eq=False)
 class Opaque:
     """An object of a class that is not known here: what would have made it. Equal only to itself."""
@@ -203,6 +211,11 @@ class PickleStack:
                 elements += len(argument)
         self.count_work(text + elements)
         name = f"{maker.module}.{maker.name}" if isinstance(maker, Global) else "an object that is no class"
+        if name in _GETATTR and (attribute := self._attribute(arguments)):
+            self.stack.append(attribute)
+            return
+        if isinstance(maker, Attribute) and not _is_class_name(maker.name):
+            self.opaque[_GETATTR[0]] += 1  # A method, perhaps: what it does is not told by its name.
         builder = self._builders.get(name)
         if builder is not None:
             self.charge(_MADE + text + (_HASHED if elements > _SEVERAL else _ELEMENT) * elements)
@@ -215,6 +228,22 @@ class PickleStack:
             self.charge(_NAME + 4 * len(name))
         self.opaque[name] += 1
         self.stack.append(Opaque(maker, arguments))
+
+    def _attribute(self, arguments: tuple[Any, ...]) -> Attribute | None:
+        """What ``getattr`` takes from a class; None of anything else.
+
+        Protocol 2 names a class within a class so (torch's ``ShardedTensor.ProcessGroupState``), and Python 3.11.0 to
+        3.11.3 the members of enumerations. Taking it runs nothing; calling it may.
+        """
+        if len(arguments) != 2 or not isinstance(arguments[0], Global) or not isinstance(arguments[1], str):
+            return None
+        owner, name = arguments
+        if not _is_class_name(owner.name) or not name.isidentifier() or name.startswith("_"):
+            return None
+        full = f"{owner.name}.{name}"
+        self.check_name(owner.module, full)
+        self.charge(_NAME + 4 * len(full))
+        return Attribute(owner.module, full)
 
     def build(self) -> None:
         """Give an opaque object its state."""
@@ -257,3 +286,8 @@ class PickleStack:
         if self._persistent is None:
             raise TypeError("a persistent id where none are expected")
         self.stack.append(self._persistent(persistent_id))
+
+
+def _is_class_name(name: str) -> bool:
+    """Whether a name is written as classes are."""
+    return name.rpartition(".")[2].lstrip("_")[:1].isupper()

@@ -282,14 +282,14 @@ class _Tensors:
         return Storage(key, DTYPES[name], count) if name else Opaque(kind, (key, count))
 
     def subclass(self, arguments: tuple[Any, ...]) -> object:
-        maker, kind, inner, _state = arguments
+        maker, kind, inner, state = arguments
         plain = isinstance(kind, Global) and kind.module in ("torch", "torch._tensor") and kind.name == "Tensor"
         # No other builders: the memory of what they make of these arguments would not be counted.
         if isinstance(maker, Global) and plain and str(maker).startswith("torch._utils._rebuild_"):
             builder = self.builders().get(str(maker))
             if builder is not None and isinstance(inner, tuple):
                 return builder(inner)
-        return Opaque(kind, (maker, inner))
+        return Opaque(kind, (maker, inner), state)
 
     def tensor(self, arguments: tuple[Any, ...]) -> object:
         storage, offset, shape, strides = arguments[:4]

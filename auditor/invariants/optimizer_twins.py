@@ -1,4 +1,4 @@
-"""OPT: no two parameters share one optimizer state: their moments and masters are not the same numbers."""
+"""OPT: no two parameters share one optimizer state, and no parameter has one moment in the place of two."""
 
 from __future__ import annotations
 
@@ -131,6 +131,32 @@ def _alike(names: Sequence[str], roles: Sequence[Mapping[str, int]], whole: Mapp
     return None
 
 
+def moments_are_two(evidence: StepEvidence) -> Judgement:
+    """No parameter's first moment is bitwise its second."""
+    catalog = evidence.catalog
+    found = Collected()
+    whole = seen_whole(catalog, evidence.observations)
+    roles = by_role(catalog)
+    seconds = roles[Role.SECOND_MOMENT]
+    for name, number in roles[Role.FIRST_MOMENT].items():
+        first, other = catalog.tensors[number], seconds.get(name)
+        if other is None:
+            found.not_applicable["it has no second moment"] += 1
+        elif number not in whole or other not in whole:
+            found.unknown(why_unread(evidence), name)
+        elif whole[number].num_nonzero < 2 or whole[number].minimum == whole[number].maximum:
+            found.not_applicable["all zero, one constant, or nearly so"] += 1
+        elif first.dtype == catalog.tensors[other].dtype and whole[number].lanes == whole[other].lanes:
+            place = of_tensor(evidence, number, first.num_elements, "equal to its second moment")
+            message = f"the first moment of {name} is its second moment, bit by bit"
+            found.violations.append(Violation(name, (place,), message))
+        else:
+            found.num_holds += 1
+    if not roles[Role.FIRST_MOMENT]:
+        found.not_applicable["no first moments are stored"] += 1
+    return found.judgement()
+
+
 INVARIANTS = (
     Invariant(
         "OPT013", "state-shared", Severity.ERROR,
@@ -151,6 +177,22 @@ INVARIANTS = (
         likely_causes=(
             LikelyCause("state is keyed by position and was read in another order", "facebookresearch/fairscale#380"),
             LikelyCause("a converter wrote one layer in two places", "huggingface/transformers#24381"),
+        ),
+    ),
+    Invariant(
+        "OPT014", "moments-same", Severity.ERROR,
+        statement="No parameter's first moment is bitwise equal to its second.",
+        rationale="One is an average of gradients, the other of their squares. Equal numbers mean that both names were "
+                  "given one buffer: the direction of the next steps is lost, and no loader complains.",
+        source="seen in torch 2.13: FullyShardedDataParallel.optim_state_dict with FULL_STATE_DICT on CPU saves one "
+               "storage for both (torch/distributed/fsdp/_optim_utils.py)",
+        example="the first moment of blocks.0.up.weight is its second moment, bit by bit",
+        misses="Moments of which all elements are equal or all but one zero.",
+        hint="Don't resume from this step: the first moments are lost. Save the optimizer's state in another form "
+             "(sharded) and compare.",
+        needs=Needs.WEIGHTS, judge_step=moments_are_two, one_fault=True,
+        likely_causes=(
+            LikelyCause("the writer gathered both into one buffer", "torch.distributed.fsdp on CPU"),
         ),
     ),
 )  # fmt: skip

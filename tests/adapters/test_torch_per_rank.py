@@ -423,7 +423,7 @@ def test_recorded_tensor_parallel_sizes_make_all_undetermined():
     assert not any(t.undetermined for t in read(MemoryStore(ranks({"model": weights(), "config": {"tp": 1}}))).tensors)
 
 
-def test_records_of_distributed_tensors_make_all_undetermined():
+def test_records_of_a_mesh_that_the_ranks_do_not_make_up_make_all_undetermined():
     torch = pytest.importorskip("torch")
     distributed = pytest.importorskip("torch.distributed.tensor")
     store = torch.distributed.HashStore()
@@ -435,8 +435,10 @@ def test_records_of_distributed_tensors_make_all_undetermined():
     finally:
         torch.distributed.destroy_process_group()
     catalog = read(MemoryStore(objects))
-    assert all("DTensor" in tensor.undetermined for tensor in catalog.tensors)
-    assert "part" in {tensor.name for tensor in catalog.tensors}
+    assert {tensor.undetermined for tensor in catalog.tensors} == {
+        "rank files record a mesh of 1, which 2 ranks don't make up"
+    }
+    assert "part@dp=0" in {tensor.name for tensor in catalog.tensors}
     assert not findings_of({f"s1/{name}": content for name, content in objects.items()}).findings
 
 
@@ -532,7 +534,7 @@ def test_factored_moments_are_not_attached():
 @pytest.mark.parametrize(
     "value",
     [None, [], {}, {"state": {}}, {"state": {}, "param_groups": [{}]}, {"state": [], "param_groups": []},
-     {"state": {}, "param_groups": [{"params": ["name"]}]}, {"state": {}, "param_groups": [{"params": [True]}]}],
+     {"state": {}, "param_groups": [{"params": ["name", 1]}]}, {"state": {}, "param_groups": [{"params": [True]}]}],
 )  # fmt: skip
 def test_what_is_no_indexed_state(value):
     assert indexed_state(value) is None

@@ -1,4 +1,4 @@
-"""OPT010-OPT013: values of moments. Each fault by its name, each with the healthy step that looks most like it."""
+"""OPT010-OPT014: values of moments. Each fault by its name, each with the healthy step that looks most like it."""
 
 import math
 
@@ -54,14 +54,14 @@ def reasons(judgement):
     return {reason: len(names) for reason, names in judgement.undetermined.items()}
 
 
-@pytest.mark.parametrize("identifier", ["OPT010", "OPT011", "OPT012", "OPT013"])
+@pytest.mark.parametrize("identifier", ["OPT010", "OPT011", "OPT012", "OPT013", "OPT014"])
 def test_a_trained_step_holds(identifier):
     judged = layers().judge(identifier)
     assert judged.outcome is Outcome.HOLDS
     assert judged.num_holds >= 6
 
 
-@pytest.mark.parametrize("identifier", ["OPT010", "OPT011", "OPT012", "OPT013"])
+@pytest.mark.parametrize("identifier", ["OPT010", "OPT011", "OPT012", "OPT013", "OPT014"])
 def test_what_was_not_read_is_not_known(identifier):
     judged = layers().judge(identifier, unread="only names were asked for")
     assert not judged.violations
@@ -69,7 +69,7 @@ def test_what_was_not_read_is_not_known(identifier):
     assert set(judged.undetermined) == {"only names were asked for"}
 
 
-@pytest.mark.parametrize("identifier", ["OPT010", "OPT011", "OPT012", "OPT013"])
+@pytest.mark.parametrize("identifier", ["OPT010", "OPT011", "OPT012", "OPT013", "OPT014"])
 def test_a_checkpoint_without_moments_is_not_judged(identifier):
     step = Step(group=None)
     step.add("weight", PARAMETER, weights())
@@ -561,3 +561,23 @@ def test_drift_of_one_moment_is_not_told_twice():
     (found,) = findings({100: {item.id: step.judge(item.id) for item in chosen}}, chosen)
     assert (found.id, found.consequences) == ("REP001", ("OPT011",))
     assert Role.SECOND_MOMENT in {location.role for location in found.locations}
+
+
+# OPT014
+
+
+def test_a_first_moment_that_is_the_second():
+    step = layers()
+    moment = trained(9)[1]
+    step.moments("layers.9.mlp.weight", moment, moment)
+    found = only(step.judge("OPT014"))
+    assert [(place.tensor, place.role) for place in found.locations] == [("layers.9.mlp.weight", FIRST)]
+
+
+def test_moments_of_nothing_and_of_one_number_may_be_equal():
+    step = layers()
+    for name, moment in (("layers.8.mlp.weight", np.zeros(SHAPE)), ("layers.9.mlp.weight", np.ones(SHAPE))):
+        step.moments(name, moment.astype(np.float32), moment.astype(np.float32))
+    judged = step.judge("OPT014")
+    assert not judged.violations
+    assert sum(judged.not_applicable.values()) == 2
