@@ -66,7 +66,7 @@ def steps_of(reference: Side, candidate: Side, settings: Settings) -> list[tuple
     Raises:
         NothingToAuditError: none is.
     """
-    own, theirs = (sorted(settings.steps.choose(sorted(side.steps))) for side in (reference, candidate))
+    own, theirs = (sorted(_chosen(side, settings)) for side in (reference, candidate))
     if len(own) == len(theirs) == 1:
         return [(own[0], theirs[0])]
     common = sorted(set(own) & set(theirs))
@@ -77,12 +77,18 @@ def steps_of(reference: Side, candidate: Side, settings: Settings) -> list[tuple
     return [(step, step) for step in common]
 
 
+def _chosen(side: Side, settings: Settings) -> set[int]:
+    """The steps that are meant; a side with a single one (an export without a number) is that one."""
+    steps = sorted(side.steps)
+    return set(steps) if len(steps) == 1 else settings.steps.choose(steps)
+
+
 def _few(steps: Sequence[int]) -> str:
     return f"steps {', '.join(map(str, steps[:4]))}{', …' if len(steps) > 4 else ''}" if steps else "no step"
 
 
 def _alone(reference: Side, candidate: Side, settings: Settings) -> tuple[Sequence[int], Sequence[int]]:
-    own, theirs = (settings.steps.choose(sorted(side.steps)) for side in (reference, candidate))
+    own, theirs = (_chosen(side, settings) for side in (reference, candidate))
     return sorted(own - theirs), sorted(theirs - own)
 
 

@@ -18,9 +18,11 @@ from auditor.comparison.precision import share_coarse
 from auditor.comparison.replaying import left_over
 from auditor.comparison.rounding import Model, Threshold, of_moment, of_weight, uncertainty
 from auditor.comparison.softness import softness
-from auditor.model.catalog import Role
+from auditor.model.catalog import Role, Tensor
 from auditor.view.assemble import SourceLostError
 
+VOCABULARY = ("embed", "wte", "lm_head", "output_layer")
+"""Parts of the names of tensors with a row a token, which some pad."""
 COARSE = 0.99
 """Of a gradient's elements: from here on they are taken for numbers of a narrower dtype."""
 VAGUE = "calibrate with reruns of the reference"
@@ -51,6 +53,9 @@ class Bench:
         left, right = self.reference.tensors[pair.reference], self.candidate.tensors[pair.candidate]
         row = Compared(pair, Standing.UNDETERMINED, shown=self.candidate.renamed.get(right.name, ""))
         if left.shape != right.shape:
+            padded = self._padded(row, left, right)
+            if padded is not None:
+                return padded, None
             return replace(row, standing=Standing.SHAPE, detail=_shapes(left.shape, right.shape)), None
         own, theirs = self.reference.distinct(pair.reference), self.candidate.distinct(pair.candidate)
         if not own or not theirs:
@@ -62,6 +67,27 @@ class Bench:
             return self._unequal(row, own, theirs)
         except SourceLostError as error:
             return replace(row, detail=str(error)), None
+
+    def _padded(self, row: Compared, left: Tensor, right: Tensor) -> Compared | None:
+        """A vocabulary that one side pads: the rows that both have; None where it is none, or can't be read."""
+        alike = left.shape[1:] == right.shape[1:] and left.dtype == right.dtype and len(left.shape) > 1
+        known = any(word in left.name for word in VOCABULARY)
+        if not (alike and known and self.reference.source and self.candidate.source):
+            return None
+        own, theirs = row.pair.reference or 0, row.pair.candidate or 0
+        count = min(left.shape[0], right.shape[0])
+        try:
+            apart = measure(
+                Stored(self.reference.source, own), Stored(self.candidate.source, theirs), (count, *left.shape[1:])
+            )  # fmt: skip
+        except SourceLostError:
+            return None
+        longer = "candidate" if right.shape[0] > count else "reference"
+        rest = max(left.shape[0], right.shape[0]) - count
+        row = replace(row, detail=f"the first {count} rows; the {longer} has {rest} more, a vocabulary's padding")
+        if not apart.num_differ:
+            return replace(row, standing=Standing.EQUAL)
+        return self.against(replace(row, amount=amount_of(apart)))
 
     def _lone(self, pair: Pair) -> Compared:
         if pair.candidate is None:

@@ -116,13 +116,13 @@ def boxes(shape: Sequence[int], limit: int = SLAB_ELEMENTS) -> Iterator[Box]:
         yield Box(slab.start, tuple(a + n for a, n in zip(slab.start, slab.shape, strict=True)))
 
 
-def measure(reference: Stored, candidate: Stored) -> Distance:
-    """How far two replicas of one shape are apart.
+def measure(reference: Stored, candidate: Stored, shape: tuple[int, ...] | None = None) -> Distance:
+    """How far two replicas of one shape are apart; ``shape``: only of their first so many elements along each dim.
 
     Raises:
         SourceLostError: a side can't be read whole.
     """
-    shape = reference.tensor.shape
+    shape = reference.tensor.shape if shape is None else shape
     found = Distance(profiles=[_empty(extent) for extent in shape])
     last: NDArray[np.float64] | None = None
     for box in boxes(shape):

@@ -85,13 +85,18 @@ def _pairs(reference: Holding, candidate: Holding) -> Iterator[Pair]:
     for role in COMPARED:
         for name in dict.fromkeys((*own.get(role, {}), *theirs.get(role, {}))):
             left, right = own.get(role, {}).get(name), theirs.get(role, {}).get(name)
-            if role in _WEIGHTS and name in crossed:
+            if role in (*_WEIGHTS, Role.BUFFER) and name in crossed:
                 continue
             side, number = (reference, left) if left is not None else (candidate, right)
             assert number is not None
             yield Pair(name, role, side.tensors[number].order, left, right)
     for name, (left, right) in crossed.items():
-        yield Pair(name, Role.PARAMETER, reference.tensors[left].order, left, right)
+        role = Role.BUFFER if Role.BUFFER in _roles(reference, candidate, left, right) else Role.PARAMETER
+        yield Pair(name, role, reference.tensors[left].order, left, right)
+
+
+def _roles(reference: Holding, candidate: Holding, left: int, right: int) -> set[Role]:
+    return {reference.tensors[left].role, candidate.tensors[right].role}
 
 
 def _by_role(holding: Holding) -> dict[Role, dict[str, int]]:
@@ -102,10 +107,15 @@ def _by_role(holding: Holding) -> dict[Role, dict[str, int]]:
 
 
 def _crossed(reference: Holding, candidate: Holding) -> dict[str, tuple[int, int]]:
-    """Weights that are held against masters, by name."""
+    """Weights that are held against masters, and buffers that the other side's files don't tell from weights."""
     found = {}
+    for name in {name for role, name in (*reference.numbers, *candidate.numbers) if role is Role.BUFFER}:
+        left, right = ([(role, side.numbers[role, name]) for role in (*_WEIGHTS, Role.BUFFER) if (role, name) in
+                        side.numbers] for side in (reference, candidate))  # fmt: skip
+        if len(left) == len(right) == 1 and left[0][0] is not right[0][0]:
+            found[name] = left[0][1], right[0][1]
     names = {name for role, name in (*reference.numbers, *candidate.numbers) if role in _WEIGHTS}
-    for name in names:
+    for name in names - found.keys():
         left, right = _weights(reference, name), _weights(candidate, name)
         if not left or not right or {role for role, _ in left} & {role for role, _ in right} == set(_WEIGHTS):
             continue

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from auditor.comparison.command import Choices
-from auditor.comparison.holding import Holding
+from auditor.comparison.holding import Holding, Source
+from auditor.comparison.maps import MAPS
 from auditor.comparison.side import Seeing, Side
-from auditor.model.catalog import Catalog
+from auditor.model.catalog import Catalog, Role
 from auditor.model.name_map import NameRule, mapped
 
 Reader = Callable[[Seeing, bool], Holding]
@@ -60,5 +61,52 @@ def _under(rules: Sequence[NameRule]) -> Seeing:
 
 
 def views_of(reference: Side, candidate: Side, steps: tuple[int, int], choices: Choices) -> Views:
-    """How both sides are seen."""
-    return Views(theirs=choices.rename)
+    """How both sides are seen: stated rules first; then, where names still differ, the built-in map that joins most.
+
+    Rules are for the candidate's names, unless more fit when the reference is seen under them.
+    """
+    if reference.store is None or candidate.store is None:
+        return Views(theirs=choices.rename)
+    own = Source(reference.store, reference.catalogs[steps[0]]())
+    theirs = Source(candidate.store, candidate.catalogs[steps[1]]())
+    if choices.rename:
+        return _of_rules("stated rules", own, theirs, choices.rename)
+    plain = _in_common(own.catalog, theirs.catalog)
+    names = [] if choices.map == "none" else [*MAPS] if choices.map == "auto" else [choices.map]
+    if plain == min(_count(own.catalog), _count(theirs.catalog)) and choices.map == "auto":
+        return Views()
+    found = [view for name in names for view in _both_ways(name, own, theirs)]
+    best = max(found, key=lambda view: view[0], default=(0, Views()))
+    return best[1] if best[0] > plain or choices.map not in ("auto", "none") else Views()
+
+
+def _both_ways(name: str, own: Source, theirs: Source) -> Iterator[tuple[int, Views]]:
+    for rules, mine in ((MAPS[name].build(theirs, own), False), (MAPS[name].build(own, theirs), True)):
+        if rules:
+            yield _scored(name, own, theirs, tuple(rules), mine)
+
+
+def _of_rules(name: str, own: Source, theirs: Source, rules: tuple[NameRule, ...]) -> Views:
+    sides = [_scored(name, own, theirs, rules, mine) for mine in (False, True)]
+    return replace(max(sides, key=lambda side: side[0])[1], notes=())
+
+
+def _scored(name: str, own: Source, theirs: Source, rules: tuple[NameRule, ...], mine: bool) -> tuple[int, Views]:
+    left, right = (mapped(own.catalog, rules), theirs.catalog) if mine else (own.catalog, mapped(theirs.catalog, rules))
+    count = _in_common(left, right)
+    side = "reference" if mine else "candidate"
+    note = f"map {name} on the {side}: {count} of {_count(left)} parameters against {_count(right)} have a counterpart"
+    return count, Views(rules if mine else (), () if mine else rules, (note,))
+
+
+def _keys(catalog: Catalog) -> set[tuple[str, tuple[int, ...]]]:
+    roles = (Role.PARAMETER, Role.MASTER)
+    return {(tensor.name, tensor.shape) for tensor in catalog.tensors if tensor.role in roles}
+
+
+def _in_common(one: Catalog, other: Catalog) -> int:
+    return len(_keys(one) & _keys(other))
+
+
+def _count(catalog: Catalog) -> int:
+    return len(_keys(catalog))

@@ -39,9 +39,10 @@ def verdict(found: Comparison, settings: Settings) -> str:
         return "differs"
     if ExitCode.INCOMPLETE in codes or ExitCode.CHANGED in codes:
         return "incomplete"
-    told = [row.standing for row in rows if row.standing is not Standing.UNDETERMINED]
+    told = [row.standing for row in rows if row.standing not in (Standing.UNDETERMINED, *DIFFERENT)]
     if not told:
         return "undetermined"
     word = "equal" if all(standing in PROVED for standing in told) else "agrees up to rounding"
     word += ", some of it suspicious" if Standing.SUSPICIOUS in told else ""
-    return f"{word}, undetermined in part" if len(told) < len(rows) else word
+    word += ", but for warnings" if any(row.standing in DIFFERENT for row in rows) else ""
+    return f"{word}, undetermined in part" if any(row.standing is Standing.UNDETERMINED for row in rows) else word

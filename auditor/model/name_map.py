@@ -37,6 +37,8 @@ class NameRule:
     """The dim along which a tensor with several ``targets`` is cut."""
     sizes: tuple[int, ...] = ()
     """Extents of the parts; equal ones if none are given."""
+    groups: int = 1
+    """Equal stretches of the dim, each cut by itself: a target has its part of each, one after the other."""
 
     def match(self, name: str) -> Mapping[str, str] | None:
         """The words of a name that fits."""
@@ -66,6 +68,8 @@ class NameRule:
             return "from and to need the same {words}"
         if self.transpose and sorted(self.transpose) != list(range(len(self.transpose))):
             return "transpose is true or an order of dims"
+        if self.groups < 1 or (self.groups > 1 and len(self.targets) < 2):
+            return "groups is a number of stretches that are cut, so to has several names (or one several times)"
         if self.sizes and (len(self.sizes) != len(self.targets) or min(self.sizes) < 1):
             return "sizes has one extent for each name in to"
         return ""
@@ -81,6 +85,8 @@ class _Move:
     """The permutation of its dims."""
     cut: tuple[int, int, int] | None = None
     """Dim, start and stop of the part that is taken."""
+    into: tuple[int, int] = (0, 0)
+    """Of a part that is taken: where it begins in the target, and the target's extent."""
     stacked: tuple[int, int, int] | None = None
     """New dim, place on it, its extent."""
 
@@ -88,7 +94,7 @@ class _Move:
         """What becomes of a tensor's shape."""
         found = [shape[dim] for dim in self.order]
         if self.cut:
-            found[self.cut[0]] = self.cut[2] - self.cut[1]
+            found[self.cut[0]] = self.into[1]
         if self.stacked:
             found.insert(self.stacked[0], self.stacked[2])
         return tuple(found)
@@ -118,7 +124,7 @@ def mapped(catalog: Catalog, rules: Sequence[NameRule]) -> Catalog:
     pieces, target = PiecesBuilder(), list[int]()
     for move in moves:
         old = catalog.tensors[move.number]
-        key = (old.role, move.name) if move.stacked else len(tensors)
+        key = (old.role if move.stacked else move.number, move.name) if move.stacked or move.cut else len(tensors)
         if key not in numbers:
             numbers[key] = len(tensors)
             placement = tuple((axis, move.placed(how)) for axis, how in old.placement)
@@ -162,18 +168,32 @@ def _by_rule(
     elif len(names) == 1:
         yield replace(move, name=names[0])
     elif rule.split < len(shape) and (sizes := _sizes(rule, shape[rule.split])):
-        start = 0
-        for name, size in zip(names, sizes, strict=True):
-            yield replace(move, name=name, cut=(rule.split, start, start + size))
-            start += size
+        yield from _cuts(rule, move, names, sizes)
     else:
         yield replace(move, order=tuple(range(len(shape))))
 
 
+def _cuts(rule: NameRule, move: _Move, names: Sequence[str], sizes: Sequence[int]) -> Iterator[_Move]:
+    """Every part of every group, to its place in the target; a name that comes several times has its parts in turn."""
+    extents = {name: sum(size for own, size in zip(names, sizes, strict=True) if own == name) for name in names}
+    stride, low = sum(sizes) // rule.groups, 0
+    begun = dict.fromkeys(names, 0)
+    for name, size in zip(names, sizes, strict=True):
+        length = size // rule.groups
+        for group in range(rule.groups):
+            start = group * stride + low
+            place = begun[name] + group * length
+            yield replace(
+                move, name=name, cut=(rule.split, start, start + length), into=(place, extents[name])
+            )  # fmt: skip
+        low += length
+        begun[name] += size
+
+
 def _sizes(rule: NameRule, extent: int) -> tuple[int, ...]:
-    """Extents of the parts; none where they don't make up the dim."""
+    """Extents of the parts; none where they don't make up the dim, or don't fall into groups."""
     sizes = rule.sizes or (extent // len(rule.targets),) * len(rule.targets)
-    return sizes if sum(sizes) == extent else ()
+    return sizes if sum(sizes) == extent and not any(size % rule.groups for size in sizes) else ()
 
 
 def _kept_apart(catalog: Catalog, moves: list[_Move]) -> list[_Move]:
@@ -217,7 +237,7 @@ def _add(pieces: PiecesBuilder, catalog: Catalog, piece: Piece, move: _Move, num
             if first >= last:
                 continue
             offset += (first - start[dim]) * steps[dim]
-            start[dim], stop[dim] = first - low, last - low
+            start[dim], stop[dim] = first - low + move.into[0], last - low + move.into[0]
         if move.stacked:
             dim, place, _ = move.stacked
             start.insert(dim, place)

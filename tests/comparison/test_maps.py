@@ -1,0 +1,157 @@
+"""Conversions: the same weights under other names, fused, transposed, padded; and with one planted error each."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from auditor.adapters.adapter import Options
+from auditor.comparison.outcome import DIFFERENT, PROVED, Standing
+from auditor.discovery import one_run
+from auditor.model.region import whole
+from auditor.storage.local import LocalStore
+from auditor.view.assemble import read_box
+from tests.comparison.test_exact import code, compared
+from tests.faults import rewrite
+from tests.paths import ROOT
+
+FIXTURES = ROOT / "tests" / "fixtures"
+DEEPSPEED, MEGATRON = FIXTURES / "deepspeed", FIXTURES / "megatron_dist"
+
+
+def values(run, role="parameter"):
+    """Name to array, as bits."""
+    store = LocalStore(run)
+    source = one_run(store).steps[-1]
+    catalog = source.adapter.read(store, source.folder, source.match, Options())
+    return {t.name: read_box(store, catalog, n, 0, whole(t.shape))
+            for n, t in enumerate(catalog.tensors) if t.role.value == role}  # fmt: skip
+
+
+def hugging_face(folder, tensors, **configuration):
+    """A folder as `save_pretrained` leaves it, of bfloat16 tensors given as their bits."""
+    torch = pytest.importorskip("torch")
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    folder.mkdir(parents=True)
+    found = {name: torch.from_numpy(np.ascontiguousarray(bits).view(np.int16)).view(torch.bfloat16)
+             for name, bits in tensors.items()}  # fmt: skip
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(configuration))
+    return folder
+
+
+def unfused(rows, groups, parts):
+    """Query, key and value, of which every group holds so many rows each, one after the other."""
+    by_group = rows.reshape(groups, -1, *rows.shape[1:])
+    cuts = np.cumsum(parts)[:-1]
+    return [part.reshape(-1, *rows.shape[1:]) for part in np.split(by_group, cuts, axis=1)]
+
+
+def llama(swapped=False):
+    """What a converter makes of `tp2_llama`: two groups of two query heads, four wide."""
+    own = values(MEGATRON / "tp2_llama")
+    found = {}
+    for name, bits in own.items():
+        layer = name.split(".")[2] if name.startswith("decoder.layers") else ""
+        at = f"model.layers.{layer}."
+        if "linear_qkv.weight" in name:
+            parts = unfused(bits, 2, (8, 4, 4))
+            found |= {f"{at}self_attn.{x}_proj.weight": part for x, part in zip("qkv", parts, strict=True)}
+        elif "linear_fc1" in name:
+            gate, up = np.split(bits, 2)[:: -1 if swapped and layer == "1" else 1]
+            found |= {f"{at}mlp.gate_proj.weight": gate, f"{at}mlp.up_proj.weight": up}
+        else:
+            plain = {"linear_proj": "self_attn.o_proj.weight", "input_layernorm": "input_layernorm.weight",
+                     "pre_mlp_layernorm": "post_attention_layernorm.weight", "linear_fc2": "mlp.down_proj.weight",
+                     "q_layernorm": "self_attn.q_norm.weight", "k_layernorm": "self_attn.k_norm.weight"}  # fmt: skip
+            outside = {
+                "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+                "decoder.final_layernorm.weight": "model.norm.weight",
+                "output_layer.weight": "lm_head.weight",
+            }
+            known = [at + new for word, new in plain.items() if layer and f".{word}." in name]
+            found[known[0] if known else outside[name]] = bits
+    return found
+
+
+def test_megatron_as_llama_is_proved_equal_and_one_exchanged_layer_is_named(tmp_path):
+    good = hugging_face(tmp_path / "good", llama())
+    found = compared(MEGATRON / "tp2_llama", good)
+    rows = [row for row in found.steps[0].rows if row.pair.role.value == "parameter"]
+    assert {row.standing for row in rows} == {Standing.EQUAL}
+    assert len(rows) == len(llama())
+    assert code(found) == 0
+    assert "megatron-hf on the reference" in found.maps[0]
+    bad = hugging_face(tmp_path / "bad", llama(swapped=True))
+    found = compared(bad, MEGATRON / "tp2_llama")
+    wrong = {row.pair.name: row.detail for row in found.steps[0].rows if row.standing not in PROVED}
+    assert wrong == {
+        "model.layers.1.mlp.gate_proj.weight": "holds the reference's model.layers.1.mlp.up_proj.weight",
+        "model.layers.1.mlp.up_proj.weight": "holds the reference's model.layers.1.mlp.gate_proj.weight",
+    }
+    assert code(found) == 1
+
+
+def test_megatron_as_gpt2_transposed_fused_otherwise_and_padded(tmp_path):
+    own, found = values(MEGATRON / "tp1"), {}
+    heads = 2
+    for name, bits in own.items():
+        layer = name.split(".")[2] if name.startswith("decoder.layers") else ""
+        last = name.rpartition(".")[2]
+        at = f"transformer.h.{layer}."
+        if "linear_qkv" in name:
+            whole_one = np.concatenate(unfused(bits, heads, (4, 4, 4)))
+            found[f"{at}attn.c_attn.{last}"] = whole_one.T
+        elif layer:
+            words = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2", "linear_proj": "attn.c_proj",
+                     "linear_fc1": "mlp.c_fc", "linear_fc2": "mlp.c_proj"}  # fmt: skip
+            (new,) = [new for word, new in words.items() if f".{word}." in name]
+            found[f"{at}{new}.{last}"] = bits.T if bits.ndim == 2 else bits
+        else:
+            outside = {"word_embeddings": "wte", "position_embeddings": "wpe", "final_layernorm": "ln_f"}
+            new = outside[name.split(".")[1]]
+            found[f"transformer.{new}.{last}"] = bits
+    found["transformer.wte.weight"] = found["transformer.wte.weight"][:29]
+    told = compared(hugging_face(tmp_path / "gpt2", found), MEGATRON / "tp1")
+    rows = {row.pair.name: row for row in told.steps[0].rows if row.pair.role.value == "parameter"}
+    assert set(rows) == set(found)
+    assert {row.standing for row in rows.values()} == {Standing.EQUAL}
+    assert "the candidate has 3 more" in rows["transformer.wte.weight"].detail
+    found["transformer.h.1.attn.c_attn.weight"] = np.roll(found["transformer.h.1.attn.c_attn.weight"], 4, axis=1)
+    told = compared(hugging_face(tmp_path / "rolled", found), MEGATRON / "tp1")
+    (wrong,) = told.steps[0].of(*DIFFERENT)
+    assert (wrong.pair.name, wrong.detail) == ("transformer.h.1.attn.c_attn.weight", "rolled by 4 along dim 1")
+
+
+def test_a_pipeline_is_proved_equal_to_zero_and_what_was_planted_is_found(tmp_path):
+    pipeline, zero = DEEPSPEED / "same_pipeline_pp2_dp2", DEEPSPEED / "same_zero2_dp3"
+    found = compared(pipeline, zero)
+    assert code(found) == 0
+    assert not [row for row in found.steps[0].rows if row.standing not in PROVED]
+    assert sum(row.pair.role.value == "first_moment" for row in found.steps[0].rows) >= 19
+    shutil.copytree(pipeline, tmp_path / "run")
+    rewrite(tmp_path / "run", 2, "2.norm.weight", "parameter", lambda bits: bits[::-1])
+    found = compared(zero, tmp_path / "run")
+    (wrong,) = found.steps[0].of(*DIFFERENT)
+    assert (wrong.pair.name, wrong.shown or "2.norm.weight") == ("blocks.1.norm.weight", "2.norm.weight")
+
+
+def test_zero_to_fp32_is_held_against_masters(tmp_path):
+    found = compared(DEEPSPEED / "zero2_bf16", DEEPSPEED / "exported", steps="6")
+    counts = found.steps[0].counts()
+    # The tied head has no master: the export's is the weight, widened.
+    assert counts == {Standing.EQUAL: 19, Standing.CAST: 1}
+    assert code(found) == 0
+    shutil.copytree(DEEPSPEED / "exported", tmp_path / "run")
+    rewrite(tmp_path / "run", 0, "blocks.1.rise.weight", "parameter", lambda bits: np.roll(bits, 12))
+    (wrong,) = compared(DEEPSPEED / "zero2_bf16", tmp_path / "run", steps="6").steps[0].of(*DIFFERENT)
+    assert (wrong.pair.name, wrong.detail) == ("blocks.1.rise.weight", "rolled by 1 along dim 0")
+
+
+def test_a_flax_state_is_seen_as_torch_has_it():
+    found = compared(
+        FIXTURES / "dcp" / "same_state" / "ddp_2", FIXTURES / "flax" / "same_weights", only=["up*", "down*"]
+    )
+    assert {row.standing for row in found.steps[0].rows} == {Standing.EQUAL}
+    assert len(found.steps[0].rows) == 3
