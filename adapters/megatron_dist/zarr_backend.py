@@ -26,7 +26,7 @@ from auditor.adapters.step_file import Opened, StepFile
 from auditor.containers.dcp_columns import DcpMetadata, Described
 from auditor.containers.zarr_array import ZarrArray
 from auditor.containers.zarr_v2 import DOCUMENT
-from auditor.model.catalog import FileState, c_strides
+from auditor.model.catalog import FileState
 from auditor.model.mesh import EVERYWHERE
 from auditor.model.region import Box
 from auditor.storage.store import Entry, StorageError, Store
@@ -90,7 +90,7 @@ class ZarrReading:
         index.chunk_at.append(len(index.pool))
         if box.shape != array.chunk_shape:
             # The last chunks along a dim are as long as the others; what lies beyond the array is not its.
-            self.contents.strides[index.num_items] = c_strides(array.chunk_shape)
+            self.contents.strides[index.num_items] = array.strides
         self._add_row(key, opened, len(index.pool), len(array.shape), len(index.chunk_at) - 1)
         index.pool.extend((*box.start, *box.shape))
         self._add_file(opened, "zarr")

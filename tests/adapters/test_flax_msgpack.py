@@ -27,7 +27,9 @@ from tests.paths import ROOT
 FIXTURES = ROOT / "tests" / "fixtures" / "flax"
 RESTORED = json.loads((FIXTURES / "restored.json").read_text())
 VARIANTS = sorted(
-    path.name for path in FIXTURES.iterdir() if path.is_dir() and path.name not in ("narrow", "same_weights")
+    path.name
+    for path in FIXTURES.iterdir()
+    if path.is_dir() and path.name not in ("narrow", "same_weights", "same_weights_apart")
 )
 KERNEL = "layers_1.up.kernel"
 
