@@ -3,7 +3,7 @@
     pip install atheris
     python tests/fuzz/fuzz_readers.py KIND [-max_total_time=600] [CORPUS]
 
-KIND: zip, pickle, torch, safetensors, dcp, ocdbt, zarr, chunk, msgpack or npz.
+KIND: zip, pickle, torch, safetensors, dcp, ocdbt, zarr, chunk, shard, tree, msgpack or npz.
 
 A reader may return, or raise DamagedError, LimitError or UnsupportedError; anything else is a crash. Seeds are made
 from the committed fixtures. Inputs that crashed once are kept in ``crashes/`` and replayed by
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-READERS = ("zip", "pickle", "torch", "safetensors", "dcp", "ocdbt", "zarr", "chunk", "msgpack", "npz")
+READERS = ("zip", "pickle", "torch", "safetensors", "dcp", "ocdbt", "zarr", "chunk", "shard", "tree", "msgpack", "npz")
 HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parent / "fixtures"
 sys.path.insert(0, str(HERE.parent.parent))
@@ -33,8 +33,8 @@ def read(kind: str, data: bytes) -> None:
         if kind == "pickle":
             read_pickle(data)
             return
-        if kind in ("ocdbt", "zarr", "chunk"):
-            {"ocdbt": read_ocdbt, "zarr": read_zarr, "chunk": read_chunk}[kind](data)
+        if kind in OF_JAX:
+            OF_JAX[kind](data)
             return
         with MemoryStore({"f": data}).open("f") as handle:
             if kind == "zip":
@@ -59,13 +59,17 @@ def read_state(kind: str, handle: Any) -> None:
     """Read a state; what its arrays are must be told whatever they are called."""
     from auditor.adapters.jax_state import stored
     from auditor.adapters.optax.tree import Leaf, OptaxTree
+    from auditor.adapters.orbax.legacy import read_legacy
     from auditor.containers.flax_msgpack import read_flax
     from auditor.containers.npz_file import read_npz
 
     content = read_flax(handle) if kind == "msgpack" else read_npz(handle)
+    size = content.encoding.size if content.encoding is not None else handle.entry.num_bytes
     leaves, _ = stored("f", (), content.leaves())
     for leaf in leaves:
-        assert all(0 <= one.offset <= one.offset + one.num_bytes <= handle.entry.num_bytes for one in leaf.stretches)
+        assert all(0 <= one.offset <= one.offset + one.num_bytes <= size for one in leaf.stretches)
+    if kind == "msgpack":
+        read_legacy(handle)
     OptaxTree([Leaf(leaf.path, leaf.dtype, leaf.shape) for leaf in leaves])
 
 
@@ -131,11 +135,11 @@ def read_chunk(data: bytes) -> None:
     """Read a chunk of a stated size under a codec."""
     from auditor.containers.encoded import open_file
     from auditor.model.catalog import File
-    from auditor.model.encoding import GZIP, PLAIN, SHARD, ZSTD, one_chunk
+    from auditor.model.encoding import BLOSC, CRC32C, DEFLATE, GZIP, LZ4, PLAIN, SHARD, SWAPPED, ZSTD, one_chunk
     from auditor.storage.memory import MemoryStore
     from auditor.storage.store import ShortReadError, UndecodableError, read_bytes
 
-    codecs = (PLAIN, ZSTD, GZIP, f"{SHARD}/", f"{SHARD}/{ZSTD}")
+    codecs = (PLAIN, ZSTD, GZIP, f"{SHARD}/", f"{SHARD}/{ZSTD}", BLOSC, LZ4, DEFLATE, f"{CRC32C}/{ZSTD}", SWAPPED[8])
     size, stored = int.from_bytes(data[1:4], "little") % (3 << 20), data[4:]
     file = File("f", encoding=one_chunk(size, codecs[data[0] % len(codecs)] if data else PLAIN, len(stored)))
     try:
@@ -143,6 +147,57 @@ def read_chunk(data: bytes) -> None:
             assert len(read_bytes(handle, 0, size)) == size
     except (ShortReadError, UndecodableError):
         pass
+
+
+def read_shard(data: bytes) -> None:
+    """Find the chunks of a shard of four."""
+    from auditor.containers.zarr_array import ZarrArray
+    from auditor.containers.zarr_codecs import Codecs
+    from auditor.containers.zarr_shards import chunks_in_shard
+    from auditor.storage.memory import MemoryStore
+
+    first, checksum = (bool(data[0] & bit) if data else False for bit in (1, 2))
+    how = Codecs("", inner_shape=(2, 2), index_first=first, index_checksum=checksum)
+    array = ZarrArray({}, (7, 3), (2, 2), "float32", how=how, shard_shape=(4, 4))
+    with MemoryStore({"f": data[1:]}).open("f") as handle:
+        for position, offset, length in chunks_in_shard(handle, 0, len(data) - 1, array, (1, 0)):
+            assert 0 <= offset <= offset + length < len(data)
+            assert position in {(2, 0), (2, 1), (3, 0), (3, 1)}
+
+
+def read_treedef(data: bytes) -> None:
+    """Read JAX's tree definition."""
+    from auditor.containers.jax_treedef import leaves_of
+
+    assert all(len(path) <= 64 for path in leaves_of(data))
+
+
+OF_JAX = {"ocdbt": read_ocdbt, "zarr": read_zarr, "chunk": read_chunk, "shard": read_shard, "tree": read_treedef}
+"""Readers that take bytes in a form of their own."""
+
+
+def seeds_of_jax(kind: str) -> list[bytes]:
+    """Small shards by zarr, a Blosc and an LZ4 chunk, and the tree that JAX wrote."""
+    import base64
+    import json
+
+    import numpy as np
+    import zarr
+    from numcodecs import LZ4, Blosc
+
+    if kind == "tree":
+        documents = [json.loads(path.read_text()) for path in FIXTURES.rglob("pytreedef.json")]
+        return [base64.b64decode(document["__jax_pytreedef_repr"]) for document in documents]
+    values = np.arange(16, dtype=np.float32)
+    if kind == "shard":
+        store = zarr.storage.MemoryStore()
+        for at, place in enumerate(("end", "start")):
+            zarr.create_array(store, name=f"a{at}", data=values.reshape(4, 4), chunks=(2, 2),
+                              shards={"shape": (4, 4), "index_location": place})  # fmt: skip
+        shards = [store._store_dict[f"a{at}/c/0/0"].to_bytes() for at in (0, 1)]
+        return [bytes([2 + at]) + raw for at, raw in enumerate(shards)]
+    packed = {5: Blosc().encode(values), 6: LZ4().encode(values)}
+    return [bytes([codec]) + (64).to_bytes(3, "little") + bytes(raw) for codec, raw in packed.items()]
 
 
 def seeds_of_orbax(kind: str) -> list[bytes]:
@@ -170,15 +225,17 @@ def seeds(kind: str) -> list[bytes]:
     import pickle
     import zipfile
 
+    if kind in ("shard", "tree"):
+        return seeds_of_jax(kind)
     if kind in ("ocdbt", "zarr", "chunk"):
-        return seeds_of_orbax(kind)
+        return [*seeds_of_orbax(kind), *(seeds_of_jax(kind) if kind == "chunk" else ())]
     if kind == "safetensors":
         return [path.read_bytes()[:4096] for path in sorted(FIXTURES.rglob("*.safetensors"))]
     if kind == "msgpack":
         files = [*FIXTURES.glob("flax/*/*6*"), *FIXTURES.glob("flax/*/state.msgpack")]
         return [path.read_bytes() for path in sorted(files) if path.is_file()]
     if kind == "npz":
-        return [path.read_bytes() for path in sorted(FIXTURES.glob("flax/npz/*/*.npz"))]
+        return [path.read_bytes() for path in sorted(FIXTURES.glob("flax/*/*/*.npz"))][2:]
     if kind == "dcp":
         return [path.read_bytes() for path in sorted(FIXTURES.rglob(".metadata"))]
     files = sorted(FIXTURES.rglob("*.pt"), key=lambda path: path.stat().st_size)[:12]
