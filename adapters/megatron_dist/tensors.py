@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.dcp.files import rank_of
 from auditor.adapters.dcp.sources import Source
 from auditor.adapters.megatron_dist.names import Cut, Key, cut, each, order_of, read_key
 from auditor.adapters.megatron_legacy.files import Degrees
@@ -25,7 +26,10 @@ from auditor.storage.store import base_name
 
 RANK = "rank"
 _TIED = "embedding.word_embeddings.weight"
-_BUCKET = "it is a buffer of the distributed optimizer; which parameters lie where in it is not recorded"
+_BUCKET = (
+    "it is a part of a bucket of the distributed optimizer; whose it is is not recorded "
+    "(with --dist-ckpt-optim-fully-reshardable Megatron-LM saves it by parameter)"
+)
 _OTHER_SHAPE = "it is stored in another shape than its parameter"
 MIN_TENSORS, PER_PART = 1 << 19, 64
 """How many tensors and pieces stacked arrays may give: so many, and so many more for each stored part."""
@@ -185,15 +189,39 @@ class DistPlacing:
             self._piece(number, one.row, one.region, key, self.source.contents.strides.get(one.row), 0)
 
     def _add_bucket(self, key: str, what: Key, dtype: DType, held: list[_Held]) -> None:
-        """Every part of a buffer by itself: one parameter's, or what lies between two."""
+        """Every part of a buffer by itself: one parameter's, or what lies between two.
+
+        Moments and master of one place have one name, so that they are held against each other.
+        """
+        between = self._between(held) if all(len(one.region.start) == 1 for one in held) else set()
         for one in held:
             start, shape = one.region.start, one.region.shape
-            between = len(start) == 1 and start[0] % _PARAMETER_ALIGNMENT != 0
-            role = Role.PADDING if between else what.role
-            name = f"{key}@{','.join(map(str, start))}"
+            role = Role.PADDING if one.row in between else what.role
+            owner = key if role is Role.PADDING else key.rpartition(".")[0]
+            name = f"{owner}@{','.join(map(str, start))}"
             number = self.builder.tensor(name, role, dtype, shape, 1 << 50, undetermined=_BUCKET)
             strides = self.source.contents.strides.get(one.row)
             self._piece(number, one.row, Box((0,) * len(shape), shape), key, strides, 0)
+
+    def _between(self, held: list[_Held]) -> set[int]:
+        """Rows of what lies between two parameters: those begin at multiples of 64 alone, as gaps end there.
+
+        Where one rank's part of a bucket ends and the next one's begins, parameters and gaps are cut as well.
+        """
+        found: set[int] = set()
+        before: _Held | None = None
+        for one in sorted(held, key=lambda one: one.region.start):
+            start, stop = one.region.start[0], one.region.stop[0]
+            like_a_gap = stop % _PARAMETER_ALIGNMENT == 0 and stop - start < _PARAMETER_ALIGNMENT
+            goes_on = before is not None and before.row not in found and self._writer(before) != self._writer(one)
+            if start % _PARAMETER_ALIGNMENT and (like_a_gap or not goes_on):
+                found.add(one.row)
+            before = one
+        return found
+
+    def _writer(self, one: _Held) -> int | None:
+        """The rank that wrote a part."""
+        return rank_of(base_name(self.source.file_of(one.row)))
 
     def _piece(
         self, tensor: int, row: int, box: Box, key: str, strides: tuple[int, ...] | None, num_bytes: int

@@ -88,7 +88,7 @@ class ZarrReading:
     def _add_chunk(self, key: str, array: ZarrArray, box: Box, opened: Opened[Any]) -> None:
         index = self.index
         index.chunk_at.append(len(index.pool))
-        if box.shape != array.chunk_shape:
+        if array.strides != c_strides(box.shape):
             # The last chunks along a dim are as long as the others; what lies beyond the array is not its.
             self.contents.strides[index.num_items] = array.strides
         self._add_row(key, opened, len(index.pool), len(array.shape), len(index.chunk_at) - 1)
