@@ -21,6 +21,7 @@ from auditor.step_audit import Progress, StepAudit
 from auditor.storage.store import Store
 from auditor.storage.union import UnionStore
 from auditor.storage.writer import FolderWriter
+from auditor.succession import Succession
 from auditor.timeline.last_good import NEEDED
 
 
@@ -83,10 +84,12 @@ def audit_share(
         sources = [RunAudit(job).chosen_steps(source) for source in discover(readable)]
         for steps in sources:
             levels = job.listing.levels(steps, settings.level)
-            job = replace(job, num_bytes_ahead=job.listing.weights_ahead(steps, levels))
+            ahead = job.listing.weights_ahead(steps, levels)
+            job = replace(job, num_bytes_ahead=ahead, succession=Succession())
             for step, level in zip(steps, levels, strict=True):
                 catalog = job.catalogs(step, level)[1]
-                if begun := job.begin_pass(catalog, job.asked(catalog, level), step.folder.path):
+                asking = job.beside(catalog, level)
+                if begun := job.begin_pass(catalog, job.asked(catalog, level), step.folder.path, asking.beside):
                     begun.finish()
     if not any(sources):
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")

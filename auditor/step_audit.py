@@ -8,6 +8,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
+
 from auditor.containers.ahead import read_ahead
 from auditor.discovery import StepSource
 from auditor.invariants.invariant import Invariant, Needs
@@ -16,6 +18,7 @@ from auditor.ledger.record import Asked
 from auditor.listing import Listing
 from auditor.model.catalog import Catalog, FileState
 from auditor.model.finding import Judgement
+from auditor.model.joint import Beside
 from auditor.model.observation import Observations, unobserved
 from auditor.model.run import Commit, PointerState, StepEvidence, StepState, decide_commits, step_state, with_content
 from auditor.observe.checksums import verify_checksums
@@ -25,13 +28,16 @@ from auditor.observe.one_pass import Pass, begin, wanted_rows
 from auditor.observe.shares import Everything, Runner
 from auditor.reports import REACHED, RunReport, StepReport, unread
 from auditor.settings import Level, Settings
-from auditor.storage.store import Store
-from auditor.succession import MOST_BYTES, Reader, Succession
+from auditor.storage.store import Store, num_readers
+from auditor.succession import NOTHING_ASKED, Asking, Succession, as_listed, with_joints
 from auditor.timeline.last_good import NEEDED
 from auditor.witnesses import witness_of
 
 Progress = Callable[[str, int], None]
 """Told the step's path and the bytes just read."""
+MOST_BYTES = 128 << 20
+"""Of two saves together that are read beside each other below level full where storage is far away: to fetch every save
+twice would cost more than the rest of the audit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +54,10 @@ class Begun:
     """None where the step is still being saved: nothing is asked of it."""
     known: Recalled | None = None
     """What the ledger has of it."""
+    asking: Asking = NOTHING_ASKED
+    """What is to be measured over it and the save before."""
+    repeated: Mapping[str, Judgement] = field(default_factory=dict)
+    """What was said of the two before and holds still."""
     measuring: Pass | None = None
 
 
@@ -89,8 +99,11 @@ class StepAudit:
                 return Begun(source, level, full, catalog, state)
         asked = self.asked(catalog, level)
         recalled = self.keeper.recall(catalog, asked) if self.keeper else None
-        measuring = None if recalled else self.begin_pass(catalog, asked, source.folder.path)
-        return Begun(source, level, full, catalog, state, asked, recalled, measuring)
+        repeated = self.repeated(catalog, level, recalled)
+        asking = self.beside(catalog, level, recalled, repeated)
+        wanted = Asked(np.zeros(0, np.int64)) if recalled else asked
+        measuring = self.begin_pass(catalog, wanted, source.folder.path, asking.beside)
+        return Begun(source, level, full, catalog, state, asked, recalled, asking, repeated, measuring)
 
     def finish(self, begun: Begun, report: RunReport) -> StepReport:
         """Wait for a step's measures and judge it; steps are finished in order, or at least by rising number."""
@@ -99,7 +112,7 @@ class StepAudit:
             return StepReport(begun.state, Level.NAMES, {}, {}, mesh=full.mesh)
         report.mesh = full.mesh
         folder = source.folder
-        observations = known.observations if known else self.observations(begun, begun.asked)
+        observations = self.observations(begun, begun.asked)
         state = with_content(begun.state, catalog, observations)
         where = folder_of(self.store.location, folder.path)
         if self.keeper and not observations.changed:
@@ -113,8 +126,8 @@ class StepAudit:
         )
         evidence = StepEvidence(catalog, observations, unread(level), self.settings.strict_buffers, named, witness)
         judgements = self.judge(evidence, level, self.judged)
-        judgements |= self.judge_motion(evidence, level, known)
-        report.coverage.num_bytes_reread += self.succession.num_bytes
+        items = self.reached(level, self.judged)
+        judgements |= self.succession.judge(evidence, items, begun.repeated, begun.asking)
         # Whether a step is whole is asked of all its tensors, whatever was selected.
         whole = StepEvidence(full, observations if catalog is full else unobserved(full), named_step=named)
         wholeness = self.judge(whole, level, [item for item in self.judged if item.family in NEEDED])
@@ -122,7 +135,7 @@ class StepAudit:
             sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
         )
         if not changed:
-            self.succession.take(evidence, judgements, self.judged, recalled=bool(known))
+            self.succession.take(evidence, judgements, self.judged)
         else:
             judgements = {key: item.doubted(changed) for key, item in judgements.items()}
             wholeness = {key: item.doubted(changed) for key, item in wholeness.items()}
@@ -152,7 +165,10 @@ class StepAudit:
     def observations(self, begun: Begun, asked: Asked) -> Observations:
         """What the pass over the weights measured, and the targeted ones after it."""
         catalog = begun.catalog
-        seen = begun.measuring.finish() if begun.measuring else unobserved(catalog)
+        seen = begun.measuring.finish() if begun.measuring else None
+        if begun.known:
+            return begun.known.observations if seen is None else with_joints(begun.known.observations, seen)
+        seen = seen or unobserved(catalog)
         if asked.differences and not seen.changed:
             seen = measure_differences(self.store, catalog, seen)
         if asked.checksums:
@@ -160,14 +176,25 @@ class StepAudit:
             seen = verify_checksums(self.store, catalog, seen, self.executor, progress, digests=asked.digests)
         return seen
 
-    def judge_motion(self, evidence: StepEvidence, level: Level, known: Recalled | None) -> dict[str, Judgement]:
-        """What is said of a step by the save before it."""
-        whole = isinstance(self.runner, Everything)
-        why_not = "" if whole else "saves are not compared element by element where the work is shared out"
-        reader = Reader(self.store, self.executor, math.inf if level >= Level.FULL else MOST_BYTES, why_not)
+    def repeated(self, catalog: Catalog, level: Level, known: Recalled | None) -> Mapping[str, Judgement]:
+        """What was said before of the same step by the same save before it, at such a level."""
         levels = {one.name for one in Level if one == level or one >= level >= Level.VALUES}
-        said = self.keeper.repeated(known, levels) if self.keeper and known else {}
-        return self.succession.judge(evidence, self.reached(level, self.judged), reader, said)
+        # What was said by the save before does not hold any more where that was written anew.
+        same = self.succession.recalled.get(catalog.format, False)
+        return self.keeper.repeated(known, levels) if self.keeper and known and same else {}
+
+    def beside(
+        self, catalog: Catalog, level: Level, known: Recalled | None = None,
+        repeated: Mapping[str, Judgement] | None = None,
+    ) -> Asking:  # fmt: skip
+        """What is to be read of a step and the save before it in lock-step."""
+        most = math.inf if level >= Level.FULL or num_readers(self.store) == 1 else MOST_BYTES
+        # What a ledger knows is in no share.
+        most = 0 if known and not isinstance(self.runner, Everything) else most
+        items = self.reached(level, self.judged)
+        return self.succession.beside(
+            as_listed(catalog, unread(level)), items, repeated or {}, most, recalled=bool(known)
+        )
 
     def asked(self, catalog: Catalog, level: Level) -> Asked:
         """What the chosen invariants need to have measured."""
@@ -186,15 +213,16 @@ class StepAudit:
             checksums and self.keeper is not None,
         )
 
-    def begin_pass(self, catalog: Catalog, asked: Asked, path: str) -> Pass | None:
-        """The pass over what was asked for; None where that is nothing."""
-        if not len(asked.rows) and not asked.pairings:
+    def begin_pass(self, catalog: Catalog, asked: Asked, path: str, beside: Beside | None) -> Pass | None:
+        """The pass over what was asked for, and over the save before; None where that is nothing."""
+        if not len(asked.rows) and not asked.pairings and not beside:
             return None
         progress = partial(self.progress, path)
         kernels = choose(self.num_bytes_ahead, self.settings.kernels).name
         return begin(
-            self.store, catalog, asked.rows, self.runner, progress, asked.pairings, kernels, sketched=self.sketched
-        )
+            self.store, catalog, asked.rows, self.runner, progress, asked.pairings, kernels,
+            sketched=self.sketched and len(asked.rows) > 0, beside=beside,
+        )  # fmt: skip
 
 
 def _failures(catalog: Catalog, failures: Mapping[int, str]) -> tuple[str, ...]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -12,91 +11,112 @@ from auditor.invariants.invariant import Invariant
 from auditor.invariants.neighbours import History, Neighbours
 from auditor.model.catalog import Catalog
 from auditor.model.finding import Judgement, Severity
-from auditor.model.joint import Joint
+from auditor.model.joint import Beside, Joint
+from auditor.model.observation import OBSERVED, Observations
 from auditor.model.run import StepEvidence
-from auditor.observe.joints import compare_steps, works
-from auditor.storage.store import Store
 
 FIRST_SAVE = "no earlier save of its format was looked at"
-MOST_BYTES = 128 << 20
-"""Of two saves together that are read once more and held against each other element by element, below level full."""
+TOO_LARGE = "two saves so large are compared element by element at level full alone"
+_NOTHING = Observations(np.zeros(0, OBSERVED))
+
+
+def as_listed(catalog: Catalog, unread: str) -> StepEvidence:
+    """A step of which nothing was measured yet."""
+    return StepEvidence(catalog, _NOTHING, unread)
+
+
+def with_joints(known: Observations, seen: Observations) -> Observations:
+    """What is known of a step, and what was measured over it and the save before."""
+    num_bytes = known.num_bytes_reread + seen.num_bytes_reread
+    return replace(known, joints=seen.joints, num_bytes_reread=num_bytes, changed=seen.changed)
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """By whom, and from where, two saves are read in lock-step."""
+class Asking:
+    """What is asked of a save and the one before it, before the weights of either are known."""
 
-    store: Store
-    executor: Executor
-    most_bytes: float = MOST_BYTES
+    before: StepEvidence | None = None
+    """As it was listed."""
+    beside: Beside | None = None
     why_not: str = ""
-    """Why they aren't."""
+    """Why nothing is asked, where that is not because there is nothing to ask."""
+    remembered: dict[str, object] = field(default_factory=dict)
+    """What was worked out of both for asking."""
+
+
+NOTHING_ASKED = Asking()
 
 
 @dataclass(slots=True)
 class Succession:
     """Of one run: for every format the newest save so far, and what all saves said of each tensor in few numbers."""
 
+    listed: dict[str, StepEvidence] = field(default_factory=dict)
+    """The newest save whose headers were read."""
+    recalled: dict[str, bool] = field(default_factory=dict)
+    """Whether that is the very one that a ledger knows."""
     before: dict[str, StepEvidence] = field(default_factory=dict)
+    """The newest that was measured."""
     history: dict[str, History] = field(default_factory=dict)
     doubted: dict[str, frozenset[str]] = field(default_factory=dict)
-    recalled: dict[str, bool] = field(default_factory=dict)
-    """Whether the newest save so far is the very one that a ledger knows."""
-    num_bytes: int = 0
-    """Read for comparing the last save that was judged with the one before it."""
+
+    def beside(
+        self, after: StepEvidence, items: Sequence[Invariant], said: Mapping[str, Judgement], most_bytes: float, *,
+        recalled: bool,
+    ) -> Asking:  # fmt: skip
+        """What is to be measured of a save and the one before it at once; it is the one before the next then.
+
+        ``said``: what is known of the two already. ``most_bytes``: of both saves, that may be read for it.
+        ``recalled``: whether a ledger knows the save as it is.
+        """
+        name = after.catalog.format
+        before = self.listed.get(name)
+        if before is not None and before.catalog.step >= after.catalog.step:
+            return NOTHING_ASKED
+        self.listed[name], self.recalled[name] = after, recalled
+        if before is None:
+            return NOTHING_ASKED
+        asking = {item.joints: None for item in items if item.joints and item.id not in said}
+        why_not = after.unread or before.unread
+        if why_not or not asking:
+            return Asking(before, why_not=why_not)
+        neighbours = Neighbours(before, after)
+        joints = list(dict.fromkeys(joint for ask in filter(None, asking) for joint in ask(neighbours)))
+        if _num_bytes(neighbours, joints) > most_bytes:
+            return Asking(before, None, TOO_LARGE, neighbours.remembered)
+        beside = Beside(before.catalog, joints) if joints else None
+        return Asking(before, beside, remembered=neighbours.remembered)
 
     def judge(
-        self, after: StepEvidence, items: Sequence[Invariant], reader: Reader, said: Mapping[str, Judgement]
+        self, after: StepEvidence, items: Sequence[Invariant], said: Mapping[str, Judgement], asking: Asking
     ) -> dict[str, Judgement]:
         """What every one of ``items`` says about a save by the one before it.
 
-        ``said``: what they said of the same two saves when they were last compared, where that is known.
+        ``said``: what they said of the same two saves when they were last compared, where that is known. ``asking``:
+        what was asked before the save was read.
         """
-        name, self.num_bytes = after.catalog.format, 0
+        name = after.catalog.format
         before = self.before.get(name)
         judges = {item.id: item.judge_motion for item in items if item.judge_motion}
         if before is None or before.catalog.step >= after.catalog.step:
             return {identifier: Judgement(not_applicable={FIRST_SAVE: 1}) for identifier in judges}
-        if not self.recalled[name]:
-            # What was said by the save before does not hold any more where that was written anew.
-            said = {}
-        history, doubted = self.history.get(name, History()), self.doubted.get(name, frozenset())
-        neighbours = Neighbours(before, after, history, doubted)
-        wanted = [item for item in items if item.joints and item.id not in said]
-        asked = list(
-            dict.fromkeys(joint for ask in {item.joints for item in wanted} if ask for joint in ask(neighbours))
-        )
-        self._compare(neighbours, asked, reader)
+        neighbours = Neighbours(before, after, self.history[name], self.doubted[name])
+        if asking.before is not None and asking.before.catalog is before.catalog:
+            neighbours.joints, neighbours.why_not_joined = after.observations.joints, asking.why_not
+            neighbours.remembered = asking.remembered
         again = {item.id: said[item.id] for item in items if item.joints and item.id in said}
         return {
             identifier: judge(neighbours) for identifier, judge in judges.items() if identifier not in again
         } | again
 
-    def _compare(self, neighbours: Neighbours, asked: Sequence[Joint], reader: Reader) -> None:
-        """Read both saves for what was asked, where that is allowed."""
-        before, after = neighbours.before, neighbours.after
-        neighbours.why_not_joined = after.unread or before.unread or reader.why_not
-        if neighbours.why_not_joined or not asked:
-            return
-        work = works(reader.store, before.catalog, after.catalog, asked)
-        if sum(one.num_bytes for one in work) > reader.most_bytes:
-            neighbours.why_not_joined = "two saves so large are compared element by element at level full alone"
-            return
-        neighbours.joints, self.num_bytes = compare_steps(work, reader.executor)
-
-    def take(
-        self, evidence: StepEvidence, judgements: Mapping[str, Judgement], items: Sequence[Invariant], *, recalled: bool
-    ) -> None:
-        """Let a save be the one before the next; tensors with an error in it are doubted there.
-
-        ``recalled``: whether a ledger knows it as it is.
-        """
+    def take(self, evidence: StepEvidence, judgements: Mapping[str, Judgement], items: Sequence[Invariant]) -> None:
+        """Let a save be the one by which the next is judged; tensors with an error in it are doubted there."""
         name = evidence.catalog.format
         known = self.before.get(name)
         if known is not None and known.catalog.step >= evidence.catalog.step:
             return
         self.history.setdefault(name, History()).add(known, evidence)
-        self.before[name], self.recalled[name] = evidence, recalled
+        self.before[name] = evidence
         severities = {item.id: item.severity for item in items}
         places = [
             location
@@ -108,6 +128,14 @@ class Succession:
         self.doubted[name] = frozenset(place.tensor for place in places if place.tensor) | _held(
             evidence.catalog, {place.file for place in places if not place.tensor}
         )
+
+
+def _num_bytes(neighbours: Neighbours, joints: Sequence[Joint]) -> int:
+    """Of the tensors of both saves that ``joints`` name."""
+    sides = {True: neighbours.after.catalog, False: neighbours.before.catalog}
+    streams = {stream for joint in joints for stream in joint.streams}
+    tensors = [sides[is_later].tensors[number] for is_later, number in streams]
+    return sum(tensor.num_elements * tensor.dtype.bits // 8 for tensor in tensors)
 
 
 def _held(catalog: Catalog, files: Set[str]) -> frozenset[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from auditor.model.catalog import Catalog
 
 
 class JointKind(enum.Enum):
@@ -33,6 +36,19 @@ class Joint:
     constants: tuple[float, ...] = ()
     """As the kind wants them: see ``observe/replay.py``."""
 
+    @property
+    def streams(self) -> tuple[tuple[bool, int], ...]:
+        """Its tensors as its function takes them: whether each is of the later step, and its number."""
+        return (*((True, number) for number in self.later), *((False, number) for number in self.earlier))
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A saved step that is read beside the next one, and what is measured over both."""
+
+    catalog: Catalog
+    joints: Sequence[Joint]
+
 
 @dataclass(frozen=True, slots=True)
 class JointResult:
@@ -43,7 +59,7 @@ class JointResult:
     num_compared: int = 0
     num_beyond: int = 0
     largest: float = 0.0
-    """How far the worst element is beyond, as a multiple of what is allowed."""
+    """Of those beyond, how far the worst is, as a multiple of what is allowed; 0 where there is none."""
     first: int = -1
     """C-order index in the tensor of the first element beyond; -1 where there is none."""
     last: int = -1

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.model.catalog import Catalog
+from auditor.model.joint import Joint, JointResult
 from auditor.model.mesh import Coordinate
 from auditor.model.pairing import Pairing, PairResult
 
@@ -109,6 +110,8 @@ class Observations:
     """What was measured of pairs of tensors; a pairing that was not asked for, or not read, is not in it."""
     checksums: Mapping[int, FileChecksums] = field(default_factory=dict)
     """File number to what its own checksums say, at level ``full``."""
+    joints: Mapping[Joint, Sequence[JointResult]] = field(default_factory=dict)
+    """What was measured over this step and the one before it; a joint that was not read whole is not in it."""
     sketches: Sketches | None = None
     """Of every replica of which something was read; None where none were asked for."""
     num_bytes_read: int = 0

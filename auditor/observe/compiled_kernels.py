@@ -19,9 +19,11 @@ from numba import types
 from numpy.typing import NDArray
 
 from auditor.model.dtype import DType, Kind
+from auditor.model.joint import Joint, JointKind
 from auditor.model.observation import OBSERVED
 from auditor.model.pairing import Pairing, PairKind
 from auditor.observe import (
+    compiled_joints,
     compiled_loops,
     compiled_pair_loops,
     compiled_pairs,
@@ -30,6 +32,7 @@ from auditor.observe import (
     compiled_vectors,
     digest,
 )  # fmt: skip
+from auditor.observe.compiled_joints import Look, looking
 from auditor.observe.compiled_loops import Places, measuring
 from auditor.observe.compiled_pair_loops import NUM_PAIR_PLACES, SCRATCH_BYTES, comparing
 from auditor.observe.compiled_pairs import BEYOND, FIRST, NUM_COUNTS, ONE_ULP
@@ -89,25 +92,48 @@ class CompiledKernels:
 
     def sweep(
         self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], rows: Rows,
-        totals: NDArray[np.void],
+        totals: NDArray[np.void], joints: Sequence[tuple[Joint, Sequence[int], NDArray[np.void]]] = (),
     ) -> int:  # fmt: skip
         """As :meth:`~auditor.observe.kernels.Kernels.sweep`."""
+        looked = [_looked(joint, [_whole(streams[n]) for n in sides], _AT_ONCE) for joint, sides, _ in joints]
         loops = [_comparing(pairing.kind, streams[a].dtype, streams[b].dtype) for pairing, a, b, _ in pairs]
-        if None in loops or not all(_is_compiled(stream.dtype) for stream in streams):
+        if None in loops or None in looked or not all(_is_compiled(stream.dtype) for stream in streams):
             return 0
         block = min(len(stream.buffer) // stream.width for stream in streams)
         columns = np.empty(4 * (block // rows.length + 2), np.int64)
         asked = [_Asked(pairing, [_whole(streams[n]) for n in (a, b)], tally) for pairing, a, b, tally in pairs]
-        head = [_pread(), block, rows.start, rows.length, rows.step, len(streams), len(pairs)]
+        head = [_pread(), block, rows.start, rows.length, rows.step, len(streams), len(pairs), len(joints)]
         table = [number for stream in streams for number in _swept(stream, columns, totals)]
         for loop, one, (_, left, right, _) in zip(loops, asked, pairs, strict=True):
             addresses = (columns.ctypes.data, one.table.ctypes.data, one.doubles.ctypes.data)
             table += [loop.address, *addresses, streams[left].width, streams[right].width]
+        table += [number for one in looked if one for number in (one.loop.address, one.numbers.ctypes.data)]
         numbers, tables = np.array(head, np.int64), np.array(table, np.int64)
         done = int(sweeping(_stamp(), _Loop)(numbers.ctypes.data, rows.count, tables.ctypes.data, 0))
         for one, (_, _, _, tally) in zip(asked, pairs, strict=True):
             one.add_to(tally, done)
+        for _, _, seam in joints:
+            seam["num_compared"] += done
         return done
+
+    def join(
+        self, joint: Joint, sides: Sequence[Side], length: NDArray[np.int64], start: NDArray[np.int64],
+        seam: NDArray[np.void],
+    ) -> None:  # fmt: skip
+        """As :meth:`~auditor.observe.kernels.Kernels.join`.
+
+        Raises:
+            ValueError: a run lies outside its buffer.
+        """
+        looked = _looked(joint, sides, length)
+        left = np.ones(len(length), bool)
+        for run in np.flatnonzero(length >= _WORTH_LOOKING).tolist() if looked else ():
+            if looked and not looked.may_be_beyond([int(side.at[run]) for side in sides], int(length[run])):
+                left[run] = False
+                seam["num_compared"] += length[run]
+        if left.any():
+            sides = [Side(side.buffer, side.dtype, side.at[left]) for side in sides]
+            self.numpy.join(joint, sides, length[left], start[left], seam)
 
     def sketch(self, buffer: Bytes, dtype: DType, runs: Runs, sketches: NDArray[np.float64]) -> None:
         """As :meth:`~auditor.observe.kernels.Kernels.sketch`.
@@ -136,6 +162,28 @@ class _Asked:
         tally["num_beyond"] += self.counts[BEYOND]
         tally["num_one_ulp"] += self.counts[ONE_ULP]
         tally["largest"], tally["first"] = self.doubles[2], self.counts[FIRST]
+
+
+_AT_ONCE = np.zeros(1, np.int64)
+_WORTH_LOOKING = 512
+"""Elements of a run that are worth a call."""
+
+
+def _looked(joint: Joint, sides: Sequence[Side], length: NDArray[np.int64]) -> Look | None:
+    """The compiled look at a joint; None where there is none for these dtypes."""
+    for side in sides:
+        ends = side.at + length * np.dtype(side.dtype.carrier).itemsize
+        if len(length) and (int(side.at.min()) < 0 or int(ends.max()) > len(side.buffer)):
+            raise ValueError("a run lies outside its buffer")
+    loop = _looking(joint.kind, tuple(side.dtype for side in sides))
+    return None if loop is None else Look(loop, joint.constants, [_address(side.buffer) for side in sides])
+
+
+@lru_cache
+def _looking(kind: JointKind, dtypes: tuple[DType, ...]) -> Any:
+    """The compiled look, or None where there is none for these dtypes."""
+    floats = all(_is_compiled(one) and one.kind is Kind.FLOAT and FORMS[_form(one)].width > 1 for one in dtypes)
+    return looking(kind, tuple(map(_form, dtypes)), _stamp(), _Loop) if floats else None
 
 
 def _whole(stream: Stream) -> Side:
@@ -228,7 +276,7 @@ def _pread() -> int:
 @lru_cache
 def _stamp() -> int:
     """A number that changes with the source: numba itself looks at nothing but the age of the file of a loop."""
-    modules = (compiled_loops, compiled_pair_loops, compiled_pairs, compiled_steps, compiled_sweep,
+    modules = (compiled_joints, compiled_loops, compiled_pair_loops, compiled_pairs, compiled_steps, compiled_sweep,
                compiled_vectors, digest)  # fmt: skip
     return zlib.crc32("".join(inspect.getsource(module) for module in modules).encode())
 

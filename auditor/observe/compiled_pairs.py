@@ -50,7 +50,8 @@ def _written(result: Any, forms: Sequence[Any], arguments: Sequence[Any], write:
     return result(*forms, *arguments), codegen
 
 
-def _flag(b: Builder, mask: Value) -> Value:
+def flag(b: Builder, mask: Value) -> Value:
+    """1 where a mask has a bit, else 0."""
     whole = ir.IntType(mask.type.count)
     return b.zext(b.icmp_unsigned("!=", b.bitcast(mask, whole), ir.Constant(whole, 0)), I64)
 
@@ -131,7 +132,7 @@ def look_cast(typingctx: Any, form: Any, left: Any, right: Any, count: Any) -> A
             return [b.or_(totals[0], b.or_(b.icmp_unsigned("!=", pair.stored, pair.rounded), pair.unknown))]
 
         none = ir.Constant(ir.VectorType(ir.IntType(1), 16), [0] * 16)
-        return _flag(b, loop(b, count, [none], step)[0])
+        return flag(b, loop(b, count, [none], step)[0])
 
     return _written(types.int64, [form], [types.int64] * 3, write)
 
@@ -171,7 +172,7 @@ def _call(b: Builder, name: str, *operands: Value) -> Value:
     return b.call(cgutils.get_or_insert_function(b.module, function, f"llvm.{name}.v8f64"), operands)
 
 
-def _doubles(b: Builder, form: Any, address: Value, index: Value) -> Value:
+def doubles_at(b: Builder, form: Any, address: Value, index: Value) -> Value:
     """Eight elements, the ``index``-th eight from ``address`` on."""
     narrow = ir.VectorType(ir.IntType(8 * form.width), 8)
     bits = load_vector(b, b.add(address, b.mul(index, ir.Constant(I64, 8 * form.width))), narrow)
@@ -197,12 +198,12 @@ def look_bound(
         factor, least = splat(b, square, 8), splat(b, floor, 8)
 
         def step(index: Value, totals: list[Value]) -> list[Value]:
-            moment, other = _doubles(b, first, left, index), _doubles(b, second, right, index)
+            moment, other = doubles_at(b, first, left, index), doubles_at(b, second, right, index)
             bound = b.fmul(factor, b.fadd(other, least))
             return [b.or_(totals[0], b.fcmp_ordered(">", b.fmul(moment, moment), bound))]
 
         none = ir.Constant(ir.VectorType(ir.IntType(1), 8), [0] * 8)
-        return _flag(b, loop(b, count, [none], step)[0])
+        return flag(b, loop(b, count, [none], step)[0])
 
     return _written(types.int64, [first, second], [types.int64] * 3 + [types.float64] * 2, write)
 
@@ -221,8 +222,8 @@ def count_bound(
         zero, infinity = (ir.Constant(DOUBLES, [value] * 8) for value in (0.0, float("inf")))
 
         def step(index: Value, totals: list[Value]) -> list[Value]:
-            size = _call(b, "fabs", _doubles(b, first, left, index))
-            other = _doubles(b, second, right, index)
+            size = _call(b, "fabs", doubles_at(b, first, left, index))
+            other = doubles_at(b, second, right, index)
             judged = b.and_(b.fcmp_ordered("<", size, infinity), b.fcmp_ordered("<", other, infinity))
             judged = b.and_(judged, b.fcmp_ordered(">=", other, zero))
             root = _call(b, "sqrt", b.fadd(other, least))

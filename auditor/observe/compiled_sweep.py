@@ -17,12 +17,13 @@ from numba.extending import intrinsic
 
 from auditor.observe.compiled_vectors import I64, Builder, Value, inlined, load_64, store
 
-NUM_HEAD, NUM_SIDE, NUM_PAIR = 7, 8, 6
+NUM_HEAD, NUM_SIDE, NUM_PAIR, NUM_JOINT = 8, 8, 6, 2
 """Numbers of the head: address of ``pread``, elements of a block, C-order index of the first element, elements of a
-row, steps in C order from one row to the next, how many sides and pairs there are. Of a side: descriptor, byte of the
-first element, bytes of an element, and the addresses of its buffer, of what measures it (or 0), of room for the columns
-of a block's runs and of its places, and its row of the totals. Of a pair: the addresses of what compares it, of room
-for runs, of its table and of its doubles, bytes of an element on the left and on the right."""
+row, steps in C order from one row to the next, how many sides, pairs and joints there are. Of a side: descriptor, byte
+of the first element, bytes of an element, and the addresses of its buffer, of what measures it (or 0), of room for the
+columns of a block's runs and of its places, and its row of the totals. Of a pair: the addresses of what compares it, of
+room for runs, of its table and of its doubles, bytes of an element on the left and on the right. Of a joint: the
+addresses of what looks at it, and of its numbers."""
 
 
 @intrinsic
@@ -104,25 +105,38 @@ def _compared(head: Any, pair: Any, done: int, size: int) -> None:
     call_address(pair[0], columns, count, table, pair[3])
 
 
+@inlined
+def _seen(joints: Any, num_joints: int, size: int) -> bool:
+    """Whether something of a block may be beyond."""
+    for n in range(num_joints):
+        if call_address(joints[n * NUM_JOINT], 0, size, joints[n * NUM_JOINT + 1], 0) != 0:
+            return True
+    return False
+
+
 @lru_cache
 def sweeping(stamp: int, compiled: Callable[..., Any]) -> Any:
-    """The loop over the blocks of ``count`` elements. It takes the head and the sides and pairs one after the other.
+    """The loop over the blocks of ``count`` elements. It takes the head, and sides, pairs, joints one after the other.
 
-    It gives the number of elements that are done; less than ``count`` where a file can't be read as far as that.
+    It gives the number of elements that are done; less than ``count`` where a file can't be read as far as that, or
+    where something may be beyond: that is for others to measure.
     """
 
     @compiled
     def sweep(head: Any, count: int, tables: Any, doubles: Any) -> int:
         known = carray(head, NUM_HEAD, np.int64)
-        pread, block, num_sides, num_pairs = known[0], known[1], known[5], known[6]
-        table = carray(tables, num_sides * NUM_SIDE + num_pairs * NUM_PAIR, np.int64)
+        pread, block, num_sides, num_pairs, num_joints = known[0], known[1], known[5], known[6], known[7]
+        table = carray(tables, num_sides * NUM_SIDE + num_pairs * NUM_PAIR + num_joints * NUM_JOINT, np.int64)
         pairs = table[num_sides * NUM_SIDE :]
+        joints = pairs[num_pairs * NUM_PAIR :]
         done = stamp & 0
         while done < count:
             size = min(block, count - done)
             for n in range(num_sides):
                 if not _filled(pread, table[n * NUM_SIDE : (n + 1) * NUM_SIDE], done, size):
                     return done
+            if _seen(joints, num_joints, size):
+                return done
             for n in range(num_sides):
                 if table[n * NUM_SIDE + 4] != 0:
                     _measured(known, table[n * NUM_SIDE : (n + 1) * NUM_SIDE], done, size)

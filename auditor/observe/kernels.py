@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.model.dtype import DType
+from auditor.model.joint import Joint
 from auditor.model.observation import OBSERVED
 from auditor.model.pairing import Pairing, PairKind
 from auditor.observe.decode import can_round
@@ -44,9 +45,13 @@ TALLY = np.dtype([("num_compared", "i8"), ("num_beyond", "i8"), ("num_one_ulp", 
 -1; parts may be met in any order, the smallest index counts."""
 
 
+SEAM = np.dtype([("num_compared", "i8"), ("num_beyond", "i8"), ("largest", "f8"), ("first", "i8"), ("last", "i8")])
+"""Running totals of one joint in one piece; columns as in :class:`~auditor.model.joint.JointResult`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side of a comparison: where its runs lie; their length and start are the other side's."""
+    """One side of a comparison: where its runs lie; their length and start are those of all sides."""
 
     buffer: Bytes
     dtype: DType
@@ -110,17 +115,31 @@ class Kernels(Protocol):
 
     def sweep(
         self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], rows: Rows,
-        totals: NDArray[np.void],
+        totals: NDArray[np.void], joints: Sequence[tuple[Joint, Sequence[int], NDArray[np.void]]] = (),
     ) -> int:  # fmt: skip
-        """Read all streams in lock-step, measure them, and compare the pairs.
+        """Read all streams in lock-step, measure them, compare the pairs, and look at the joints.
 
-        ``pairs``: what is compared, number of the left stream and of the right one, and the tally. Returns how many
-        carriers are done; the others were neither measured nor compared, because a file can't be read there, or 0
-        because these kernels don't read.
+        ``pairs``: what is compared, number of the left stream and of the right one, and the tally. ``joints``: likewise
+        with the seam, whose streams are as the joint names its tensors. Returns how many
+        carriers are done; the others were neither measured nor compared, because a file can't be read there, a
+        joint may be beyond there, or these kernels don't read.
         """
+
+    def join(
+        self, joint: Joint, sides: Sequence[Side], length: NDArray[np.int64], start: NDArray[np.int64],
+        seam: NDArray[np.void],
+    ) -> None:  # fmt: skip
+        """Add what ``joint`` asks of these runs, its tensors in order, to ``seam`` (one row of :data:`SEAM`)."""
 
     def sketch(self, buffer: Bytes, dtype: DType, runs: Runs, sketches: NDArray[np.float64]) -> None:
         """Add the values of the ``runs`` to the rows of ``sketches``, shape (any, 64), that their ``row`` names."""
+
+
+def empty_seams(count: int) -> NDArray[np.void]:
+    """Rows of :data:`SEAM` to which nothing was added yet."""
+    rows = np.zeros(count, SEAM)
+    rows["first"] = rows["last"] = -1
+    return rows
 
 
 def comparable(kind: PairKind, left: DType, right: DType) -> bool:

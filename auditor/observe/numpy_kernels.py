@@ -14,11 +14,13 @@ from numpy.lib.stride_tricks import as_strided, sliding_window_view
 from numpy.typing import NDArray
 
 from auditor.model.dtype import DType, NonFinite
+from auditor.model.joint import Joint
 from auditor.model.observation import OBSERVED
 from auditor.model.pairing import Pairing, PairKind
 from auditor.observe.decode import can_round, largest_pattern, nan_mask, ordered, rounded, to_float64
 from auditor.observe.digest import digest_rows
 from auditor.observe.kernels import Bytes, Rows, Runs, Side, Stream
+from auditor.observe.replay import REPLAY
 from auditor.observe.sketch import sketch_rows
 from auditor.observe.statistics import statistics_of_rows
 
@@ -73,10 +75,29 @@ class NumpyKernels:
 
     def sweep(
         self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], rows: Rows,
-        totals: NDArray[np.void],
+        totals: NDArray[np.void], joints: Sequence[tuple[Joint, Sequence[int], NDArray[np.void]]] = (),
     ) -> int:  # fmt: skip
         """0: these kernels don't read."""
         return 0
+
+    def join(
+        self, joint: Joint, sides: Sequence[Side], length: NDArray[np.int64], start: NDArray[np.int64],
+        seam: NDArray[np.void],
+    ) -> None:  # fmt: skip
+        """As :meth:`~auditor.observe.kernels.Kernels.join`.
+
+        Raises:
+            ValueError: a run lies outside its buffer.
+        """
+        widths = [np.dtype(side.dtype.carrier).itemsize for side in sides]
+        for which, skip, count in _alike(length, max(widths), PAIR_BYTES):
+            numbers = [
+                to_float64(_gather(side.buffer, side.at[which] + skip * width, count, side.dtype), side.dtype)
+                for side, width in zip(sides, widths, strict=True)
+            ]
+            with np.errstate(all="ignore"):
+                beyond = REPLAY[joint.kind](numbers, joint.constants)
+            _add_beyond(beyond, start[which] + skip, seam)
 
     def sketch(self, buffer: Bytes, dtype: DType, runs: Runs, sketches: NDArray[np.float64]) -> None:
         """As :meth:`~auditor.observe.kernels.Kernels.sketch`.
@@ -144,6 +165,20 @@ def _add(totals: NDArray[np.void], row: NDArray[np.int64], found: NDArray[np.voi
             combine = _COMBINE.get(name, np.add)
             part = combine.reduceat(found[name], first) if len(first) < len(row) else found[name]
             combine.at(totals[name], row[first], part)
+
+
+def _add_beyond(worst: NDArray[np.float64], start: NDArray[np.int64], seam: NDArray[np.void]) -> None:
+    """Add what a joint found: runs as rows, elements as multiples of what is allowed. NaN is not beyond."""
+    beyond = worst > 1
+    seam["num_compared"] += worst.size
+    runs, places = np.nonzero(beyond)
+    if len(runs):
+        at = start[runs] + places
+        seam["num_beyond"] += len(runs)
+        seam["largest"] = max(float(seam["largest"][0]), float(worst[runs, places].max()))
+        first = int(seam["first"][0])
+        seam["first"] = min(int(at.min()), first) if first >= 0 else int(at.min())
+        seam["last"] = max(int(seam["last"][0]), int(at.max()))
 
 
 _COMBINE = {"minimum": np.minimum, "maximum": np.maximum, "bits_used": np.bitwise_or}

@@ -13,13 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.model.catalog import WITHHELD, Catalog, FileState, Role
+from auditor.model.joint import Beside, Joint, JointResult
 from auditor.model.observation import BUCKETS, Observations, Read, Sketches
 from auditor.model.pairing import Pairing, PairResult
-from auditor.observe.kernels import empty_rows, empty_tallies
-from auditor.observe.plan import Plan, plan
+from auditor.observe.kernels import empty_rows, empty_seams, empty_tallies
+from auditor.observe.plan import Plan, Unit, plan
 from auditor.observe.shares import Runner
 from auditor.observe.sketch import MAX_SKETCHES, slots
-from auditor.observe.unit import UnitResult, Worker
+from auditor.observe.unit import Worker
+from auditor.observe.unit_result import UnitResult
 from auditor.storage.store import Store, num_readers
 
 _UNREAD = {state: Read.FAILED if state in WITHHELD else Read.LOST for state in FileState}
@@ -42,24 +44,25 @@ def wanted_rows(catalog: Catalog, tensors: Iterable[int] | None = None) -> NDArr
 def observe(
     store: Store, catalog: Catalog, rows: NDArray[np.int64], runner: Runner,
     progress: Callable[[int], None] = lambda num_bytes: None, pairings: Sequence[Pairing] = (), kernels: str = "numpy",
-    *, sketched: bool = False,
+    *, sketched: bool = False, beside: Beside | None = None,
 ) -> Observations:  # fmt: skip
     """Read the pieces ``rows`` once, measure them, and compare the ``pairings`` while they are read.
 
     ``progress`` is told the bytes of every unit that is done; ``kernels`` is a name that ``kernel_choice.choose``
-    takes; ``sketched``: also make sketches. Failures of storage are in the result, not raised.
+    takes; ``sketched``: also make sketches; ``beside``: the save before, read in lock-step with this one. Failures of
+    storage are in the result, not raised.
     """
-    return begin(store, catalog, rows, runner, progress, pairings, kernels, sketched=sketched).finish()
+    return begin(store, catalog, rows, runner, progress, pairings, kernels, sketched=sketched, beside=beside).finish()
 
 
 def begin(
     store: Store, catalog: Catalog, rows: NDArray[np.int64], runner: Runner,
     progress: Callable[[int], None] = lambda num_bytes: None, pairings: Sequence[Pairing] = (), kernels: str = "numpy",
-    *, sketched: bool = False,
+    *, sketched: bool = False, beside: Beside | None = None,
 ) -> Pass:  # fmt: skip
     """The same, without waiting: the units are with the runner, so that something else can be done meanwhile."""
-    work = plan(catalog, rows, pairings, slow=num_readers(store) > 1)
-    gathered = _Gathered(catalog, rows, len(work.tallies))
+    work = plan(catalog, rows, pairings, beside, slow=num_readers(store) > 1)
+    gathered = _Gathered(catalog, rows, work)
     if sketched:
         tensor, replica, numbers = slots(catalog, rows)
         if len(tensor) <= MAX_SKETCHES:
@@ -81,20 +84,20 @@ class Pass:
     def finish(self) -> Observations:
         """Wait for the units and put together what they found; once."""
         for unit, result in zip(self.work.units, self.results, strict=True):
-            self.gathered.take(unit.rows, unit.tallies, result)
+            self.gathered.take(unit, result)
             if self.gathered.sketches is not None:
                 self.gathered.sketches.values[list(unit.sketches)] += result.sketches
             self.progress(result.num_bytes_read)
-        return self.gathered.observations(self.work)
+        return self.gathered.observations()
 
 
 class _Gathered:
     """What the units found, put together."""
 
-    def __init__(self, catalog: Catalog, rows: NDArray[np.int64], num_tallies: int) -> None:
-        self.catalog = catalog
+    def __init__(self, catalog: Catalog, rows: NDArray[np.int64], work: Plan) -> None:
+        self.catalog, self.work = catalog, work
         self.pieces = empty_rows(len(catalog.pieces))
-        self.tallies = empty_tallies(num_tallies)
+        self.tallies, self.seams = empty_tallies(len(work.tallies)), empty_seams(len(work.seams))
         self.failures: dict[int, str] = {}
         self.broken: dict[int, str] = {}
         self.changed: set[str] = set()
@@ -110,8 +113,9 @@ class _Gathered:
             if wanted[number] and state is not FileState.PRESENT:
                 self.failures[number] = catalog.files[number].detail
 
-    def take(self, rows: NDArray[np.int64], tallies: Sequence[int], result: UnitResult) -> None:
-        """Add what one unit measured of ``rows`` and ``tallies``."""
+    def take(self, unit: Unit, result: UnitResult) -> None:
+        """Add what one unit measured."""
+        rows = unit.rows
         mine, theirs = self.pieces[rows], result.observed
         for name in ("lane0", "lane1", "num_nan", "num_infinite", "num_zero", "sum_squares"):
             mine[name] += theirs[name]
@@ -121,8 +125,11 @@ class _Gathered:
         # A piece that is cut over several units is as badly off as its worst part.
         mine["read"] = np.maximum(mine["read"], theirs["read"])
         self.pieces[rows] = mine
-        for at, tally in zip(tallies, result.tallies, strict=True):
+        for at, tally in zip(unit.tallies, result.tallies, strict=True):
             self.add_tally(self.tallies[at], tally)
+        for at, seam in zip(unit.seams, result.seams, strict=True):
+            self.add_tally(self.seams[at], seam)
+            self.seams[at]["last"] = max(self.seams[at]["last"], seam["last"])
         for name, text in result.failures.items():
             self.failures.setdefault(self.number[name], text)
         self.broken |= {int(rows[row]): text for row, text in result.broken.items()}
@@ -132,14 +139,26 @@ class _Gathered:
 
     @staticmethod
     def add_tally(mine: np.void, theirs: np.void) -> None:
-        for name in ("num_compared", "num_beyond", "num_one_ulp"):
+        for name in (name for name in mine.dtype.names or () if name.startswith("num_")):
             mine[name] += theirs[name]
         mine["largest"] = max(mine["largest"], theirs["largest"])
         if theirs["first"] >= 0:
             mine["first"] = theirs["first"] if mine["first"] < 0 else min(mine["first"], theirs["first"])
 
-    def observations(self, work: Plan) -> Observations:
+    def joints(self) -> dict[Joint, tuple[JointResult, ...]]:
+        """Of every joint that was measured over the whole tensor, the results in its pieces."""
+        found: dict[Joint, list[JointResult]] = {}
+        for seam, total in zip(self.work.seams, self.seams.tolist(), strict=True):
+            found.setdefault(seam.joint, []).append(JointResult(seam.row, *total))
+        return {
+            joint: tuple(results)
+            for joint, results in found.items()
+            if sum(one.num_compared for one in results) == self.catalog.tensors[joint.later[0]].num_elements
+        }
+
+    def observations(self) -> Observations:
         """The finished record."""
+        work = self.work
         for row, source in work.copies:
             self.pieces[row] = self.pieces[source]
             if source in self.broken:
@@ -160,6 +179,7 @@ class _Gathered:
         return Observations(
             self.pieces, self.failures, self.broken, tuple(sorted(self.changed)), pairs=pairs,
             num_bytes_read=self.num_bytes_read, num_bytes_reread=self.num_bytes_reread, sketches=self.sketches,
+            joints=self.joints(),
         )  # fmt: skip
 
     def copy_sketches(self, work: Plan) -> None:

@@ -47,6 +47,8 @@ class Cell:
     sides: tuple[Side, ...]
     pairs: tuple[tuple[int, int, int], ...] = ()
     """Comparisons to make: number of the tally, left side, right side."""
+    joints: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Joints to measure: number of the seam, and the sides as the joint names its tensors."""
 
     @property
     def num_bytes(self) -> int:
@@ -178,7 +180,7 @@ def _simplified(cell: Cell) -> Cell:
         Side(side.row, side.file, side.offset, tuple(of), side.dtype, side.width)
         for side, of in zip(cell.sides, kept[1:], strict=True)
     )
-    return Cell(tuple(shape), tuple(kept[0]), cell.base, sides, cell.pairs)
+    return replace(cell, shape=tuple(shape), steps=tuple(kept[0]), sides=sides)
 
 
 def parts(cell: Cell, limit: int) -> Iterator[Part]:
@@ -187,6 +189,16 @@ def parts(cell: Cell, limit: int) -> Iterator[Part]:
     largest = [max(column) for column in zip(*(side.strides for side in cell.sides), strict=True)]
     for slab in slabs(cell.shape, largest, max(1, limit // width)):
         yield Part(cell, slab.start, slab.shape)
+
+
+def small(cell: Cell, num_bytes: int) -> Iterator[Cell]:
+    """The cell cut into cells of about so many bytes over all sides."""
+    if cell.num_bytes <= num_bytes:
+        yield cell
+        return
+    for part in parts(cell, num_bytes // (2 * len(cell.sides))):
+        sides = tuple(replace(side, offset=part.extent(side)[0]) for side in cell.sides)
+        yield replace(cell, shape=part.shape, base=int(part.starts()[0]), sides=sides)
 
 
 def flat_starts(catalog: Catalog, rows: NDArray[np.int64]) -> NDArray[np.int64]:

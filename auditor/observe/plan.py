@@ -2,7 +2,7 @@
 
 A unit is self-contained: it carries the few columns that it needs and not the Catalog, so any executor can ship it.
 Every wanted byte is in one unit only. Tensors that are compared element by element are cut into cells, in each of which
-every side lies within one piece, and are read in lock-step.
+every side lies within one piece, and are read in lock-step; so are those of the save before, beside those of this one.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from numpy.typing import NDArray
 
 from auditor.model.catalog import Catalog, File, FileState
 from auditor.model.dtype import DType, Kind
+from auditor.model.joint import Beside, Joint
 from auditor.model.pairing import Pairing
 from auditor.model.region import as_boxes
-from auditor.observe.lineup import Lineup, lineups
-from auditor.observe.placing import Cell, Part, Side, cell_of, flat_starts, parts
+from auditor.observe.lineup import Lineup, Lineups, Seam, lineups
+from auditor.observe.placing import Cell, Part, Side, cell_of, flat_starts, small
 
 UNIT_BYTES = 64 << 20
 """About how much one unit of work reads: enough to hide its overhead, few enough to keep workers busy."""
@@ -63,6 +64,12 @@ class Unit:
     """Tallies to which it adds; what its cells call a tally is a position in it."""
     pairings: tuple[Pairing, ...] = ()
     """What is compared, parallel to ``tallies``."""
+    seams: tuple[int, ...] = ()
+    """Seams to which it adds; what its cells call a seam is a position in it."""
+    joints: tuple[Joint, ...] = ()
+    """What is measured over both saves, parallel to ``seams``."""
+    of_before: tuple[int, ...] = ()
+    """Positions in ``files`` of those of the save before: what is wrong with them says nothing of this one."""
     num_bytes: int = 0
     sketches: tuple[int, ...] = ()
     """Sketches to which it adds; empty where none are wanted."""
@@ -77,6 +84,8 @@ class Plan:
     units: tuple[Unit, ...]
     tallies: tuple[Lineup, ...] = ()
     """What every tally is of."""
+    seams: tuple[Seam, ...] = ()
+    """What every seam is of."""
     copies: tuple[tuple[int, int], ...] = ()
     """Rows that are the same bytes as another, seen alike: (row, row that is measured)."""
 
@@ -91,12 +100,18 @@ class Plan:
         return replace(self, units=tuple(units))
 
 
-def plan(catalog: Catalog, rows: NDArray[np.int64], pairings: Sequence[Pairing] = (), *, slow: bool = False) -> Plan:
-    """Units that measure ``rows`` and compare the ``pairings``. ``slow``: for storage that takes long to answer."""
+def plan(
+    catalog: Catalog, rows: NDArray[np.int64], pairings: Sequence[Pairing] = (), beside: Beside | None = None, *,
+    slow: bool = False,
+) -> Plan:  # fmt: skip
+    """Units that measure ``rows`` and compare the ``pairings``, and what is wanted ``beside`` the save before.
+
+    ``slow``: for storage that takes long to answer.
+    """
     unit_bytes = min(UNIT_BYTES, SLOW_UNIT_BYTES) if slow else UNIT_BYTES
     present = np.array([file.state is FileState.PRESENT for file in catalog.files] or [False])
     rows = rows[present[catalog.pieces.file[rows]]]
-    found = lineups(catalog, pairings, rows)
+    found = lineups(catalog, pairings, rows, beside)
     if found.measured:
         rows = rows[~np.isin(rows, np.fromiter(found.measured, np.int64))]
     # A piece without elements is read as nothing, wherever it is said to be.
@@ -105,10 +120,9 @@ def plan(catalog: Catalog, rows: NDArray[np.int64], pairings: Sequence[Pairing] 
     dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in catalog.tensors))
     table, copies = _table(catalog, dtypes, rows[whole], starts[whole])
     cells = [*found.cells, *_cells(catalog, rows[~whole])]
-    units = [
-        *_table_units(catalog, dtypes, table, unit_bytes), *_cell_units(catalog, cells, found.lineups, unit_bytes),
-    ]  # fmt: skip
-    return Plan(tuple(units), tuple(found.lineups), copies)
+    of_cells = _CellUnits(catalog, beside, found, unit_bytes)
+    units = [*_table_units(catalog, dtypes, table, unit_bytes), *of_cells.of(cells)]
+    return Plan(tuple(units), tuple(found.lineups), tuple(found.seams), copies)
 
 
 def _table(
@@ -189,53 +203,65 @@ def _cells(catalog: Catalog, rows: NDArray[np.int64]) -> Iterator[Cell]:
                 yield cell_of(tensor, box, (piece,), (tensor.dtype,))
 
 
-def _cell_units(catalog: Catalog, cells: Iterable[Cell], lineups: Sequence[Lineup], unit_bytes: int) -> Iterator[Unit]:
-    """Cells in the given order, joined while they lie in the same files and cut where they are large."""
-    held: list[Cell] = []
-    num_bytes = 0
-    for cell in _small(catalog, cells, unit_bytes):
-        same = held and [side.file for side in held[-1].sides] == [side.file for side in cell.sides]
-        if held and (not same or num_bytes + cell.num_bytes > unit_bytes):
-            yield _unit(catalog, held, lineups, num_bytes)
-            held, num_bytes = [], 0
-        held.append(cell)
-        num_bytes += cell.num_bytes
-    if held:
-        yield _unit(catalog, held, lineups, num_bytes)
+class _CellUnits:
+    """Makes units of cells."""
 
+    def __init__(self, catalog: Catalog, beside: Beside | None, found: Lineups, unit_bytes: int) -> None:
+        self.files = (*catalog.files, *(beside.catalog.files if beside else ()))
+        self.num_own, self.found, self.unit_bytes = len(catalog.files), found, unit_bytes
 
-def _small(catalog: Catalog, cells: Iterable[Cell], unit_bytes: int) -> Iterator[Cell]:
-    for cell in cells:
-        if cell.num_bytes <= unit_bytes or any(catalog.files[side.file].encoding is not None for side in cell.sides):
-            yield cell
-            continue
-        for part in parts(cell, unit_bytes // (2 * len(cell.sides))):
-            sides = tuple(replace(side, offset=part.extent(side)[0]) for side in cell.sides)
-            yield replace(cell, shape=part.shape, base=int(part.starts()[0]), sides=sides)
+    def of(self, cells: Iterable[Cell]) -> Iterator[Unit]:
+        """Cells in the given order, joined while they lie in the same files and cut where they are large."""
+        held: list[Cell] = []
+        num_bytes = 0
+        for cell in self.small(cells):
+            same = held and [side.file for side in held[-1].sides] == [side.file for side in cell.sides]
+            if held and (not same or num_bytes + cell.num_bytes > self.unit_bytes):
+                yield self.unit(held, num_bytes)
+                held, num_bytes = [], 0
+            held.append(cell)
+            num_bytes += cell.num_bytes
+        if held:
+            yield self.unit(held, num_bytes)
 
+    def small(self, cells: Iterable[Cell]) -> Iterator[Cell]:
+        for cell in cells:
+            if any(self.files[side.file].encoding is not None for side in cell.sides):
+                yield cell
+            else:
+                yield from small(cell, self.unit_bytes)
 
-def _unit(catalog: Catalog, cells: Sequence[Cell], lineups: Sequence[Lineup], num_bytes: int) -> Unit:
-    files = {number: at for at, number in enumerate(dict.fromkeys(s.file for cell in cells for s in cell.sides))}
-    rows = sorted({side.row for cell in cells for side in cell.sides if side.row >= 0})
-    place = {row: at for at, row in enumerate(rows)} | {-1: -1}
-    tallies = {number: at for at, number in enumerate(dict.fromkeys(p[0] for cell in cells for p in cell.pairs))}
+    def unit(self, cells: Sequence[Cell], num_bytes: int) -> Unit:
+        files = _places(side.file for cell in cells for side in cell.sides)
+        rows = sorted({side.row for cell in cells for side in cell.sides if side.row >= 0})
+        place = {row: at for at, row in enumerate(rows)} | {-1: -1}
+        tallies = _places(pair[0] for cell in cells for pair in cell.pairs)
+        seams = _places(joint[0] for cell in cells for joint in cell.joints)
 
-    def local(side: Side) -> Side:
-        return replace(side, file=files[side.file], row=place[side.row])
+        def local(side: Side) -> Side:
+            return replace(side, file=files[side.file], row=place[side.row])
 
-    own = tuple(
-        replace(
-            cell,
-            sides=tuple(map(local, cell.sides)),
-            pairs=tuple((tallies[number], left, right) for number, left, right in cell.pairs),
+        own = tuple(
+            replace(
+                cell,
+                sides=tuple(map(local, cell.sides)),
+                pairs=tuple((tallies[number], left, right) for number, left, right in cell.pairs),
+                joints=tuple((seams[number], sides) for number, sides in cell.joints),
+            )
+            for cell in cells
         )
-        for cell in cells
-    )
-    return Unit(
-        tuple(_with_chunks(catalog.files[number], *_reach(cells, number)) for number in files),
-        np.array(rows, np.int64), cells=own,
-        tallies=tuple(tallies), pairings=tuple(lineups[number].pairing for number in tallies), num_bytes=num_bytes,
-    )  # fmt: skip
+        return Unit(
+            tuple(_with_chunks(self.files[number], *_reach(cells, number)) for number in files),
+            np.array(rows, np.int64), cells=own, tallies=tuple(tallies),
+            pairings=tuple(self.found.lineups[number].pairing for number in tallies), num_bytes=num_bytes,
+            seams=tuple(seams), joints=tuple(self.found.seams[number].joint for number in seams),
+            of_before=tuple(at for number, at in files.items() if number >= self.num_own),
+        )  # fmt: skip
+
+
+def _places(numbers: Iterable[int]) -> dict[int, int]:
+    """Every number, once, to its position."""
+    return {number: at for at, number in enumerate(dict.fromkeys(numbers))}
 
 
 def _reach(cells: Iterable[Cell], file: int) -> tuple[int, int]:

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from auditor.errors import UsageError
 from auditor.model.observation import BUCKETS, OBSERVED
-from auditor.observe.kernels import TALLY, empty_rows, empty_tallies
+from auditor.observe.kernels import SEAM, TALLY
 from auditor.observe.plan import Unit
-from auditor.observe.unit import UnitResult, Worker
+from auditor.observe.unit import Worker
+from auditor.observe.unit_result import UnitResult
 from auditor.storage.store import StorageError, Store, read_bytes
 
-MAGIC = b"auditor share 2\n"
+MAGIC = b"auditor share 3\n"
 NAME = re.compile(r"share-(\d{1,6})-of-(\d{1,6})")
 
 
@@ -68,17 +69,17 @@ class Share:
         kept: list[dict[str, Any]] = []
         for at, unit in enumerate(units):
             if at % self.of != self.number - 1:
-                empty = np.zeros((len(unit.sketches), BUCKETS))
-                yield UnitResult(empty_rows(len(unit.rows)), empty_tallies(len(unit.tallies)), sketches=empty)
+                yield UnitResult.empty(unit)
                 continue
             result = next(own)
             kept.append({
                 "unit": at, "num_rows": len(result.observed), "num_tallies": len(result.tallies),
                 "num_bytes_read": result.num_bytes_read, "num_bytes_reread": result.num_bytes_reread,
                 "failures": result.failures, "broken": [*result.broken.items()], "changed": sorted(result.changed),
-                "num_sketches": len(result.sketches),
+                "num_sketches": len(result.sketches), "num_seams": len(result.seams),
             })  # fmt: skip
-            self.arrays += [result.observed.tobytes(), result.tallies.tobytes(), result.sketches.tobytes()]
+            columns = result.observed, result.tallies, result.sketches, result.seams
+            self.arrays += [column.tobytes() for column in columns]
             yield result
         self.steps.append({"path": step, "plan": fingerprint(units), "units": kept})
 
@@ -136,17 +137,18 @@ class Joined:
         if plan != fingerprint(units) or len(found) != len(units):
             raise UsageError(f"{self.location}: its shares are of other files or choices than this audit of {step}")
         for at, unit in enumerate(units):
-            told = len(found[at].observed), len(found[at].tallies), len(found[at].sketches)
-            if told != (len(unit.rows), len(unit.tallies), len(unit.sketches)):
+            done = found[at]
+            told = len(done.observed), len(done.tallies), len(done.sketches), len(done.seams)
+            if told != (len(unit.rows), len(unit.tallies), len(unit.sketches), len(unit.seams)):
                 raise UsageError(f"{self.location}: a share says something else of {step} than its plan")
-            yield found[at]
+            yield done
 
 
 def _digest(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=16).digest()
 
 
-_LAYOUT = [str(OBSERVED.descr), str(TALLY.descr)]
+_LAYOUT = [str(OBSERVED.descr), str(TALLY.descr), str(SEAM.descr)]
 
 
 def _read(store: Store, name: str) -> Iterator[tuple[str, str, dict[int, UnitResult]]]:
@@ -189,6 +191,7 @@ def _result(unit: Mapping[str, Any], cursor: _Cursor) -> UnitResult:
         int(unit["num_bytes_read"]), int(unit["num_bytes_reread"]), dict(unit["failures"]),
         {int(row): str(text) for row, text in unit["broken"]}, set(unit["changed"]),
         cursor.rows(np.dtype("<f8"), int(unit["num_sketches"]) * BUCKETS).reshape(-1, BUCKETS),
+        cursor.rows(SEAM, int(unit["num_seams"])),
     )  # fmt: skip
 
 
@@ -197,7 +200,8 @@ def fingerprint(units: Sequence[Unit]) -> str:
     found = hashlib.sha256()
     for unit in units:
         files = [(file.name, file.num_bytes, file.identity) for file in unit.files]
-        found.update(repr((files, unit.dtypes, unit.cells, unit.tallies, unit.pairings, unit.sketches)).encode())
+        compared = unit.tallies, unit.pairings, unit.seams, unit.joints
+        found.update(repr((files, unit.dtypes, unit.cells, *compared, unit.sketches)).encode())
         table = unit.table
         columns = (table.row, table.dtype, table.offset, table.length, table.start) if table else ()
         for column in (unit.rows, *columns):

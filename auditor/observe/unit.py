@@ -18,18 +18,16 @@ from numpy.typing import NDArray
 
 from auditor.containers.encoded import open_file
 from auditor.model.dtype import DType
-from auditor.model.observation import BUCKETS, Read
 from auditor.observe.kernel_choice import choose
-from auditor.observe.kernels import Bytes, Kernels, Runs, Stream, empty_rows, empty_tallies
+from auditor.observe.kernels import Bytes, Kernels, Runs, Stream, empty_seams
 from auditor.observe.kernels import Side as KernelSide
-from auditor.observe.placing import Cell, Part, Side, lattice
+from auditor.observe.placing import Cell, Part, Side, lattice, small
 from auditor.observe.plan import SLOW_UNIT_BYTES, Table, Unit
 from auditor.observe.together import BUFFER_BYTES, Placed, batches, hull, placed, windows
+from auditor.observe.unit_result import UnitResult
 from auditor.storage.store import (
     Entry,
     Handle,
-    ObjectChangedError,
-    ObjectMissingError,
     ShortReadError,
     StorageError,
     Store,
@@ -45,8 +43,9 @@ SWEEP_BYTES = 1 << 20
 """So much the compiled kernels read at once over all sides: it stays in the L2 cache until it is compared."""
 LARGE_BYTES = SWEEP_BYTES // 4
 """Cells of more bytes are swept, or read by themselves."""
+JOINT_BYTES = 4 << 20
+"""So much over all sides is swept at once where it is looked at joints."""
 
-_DONE = int(Read.DONE)
 _DAMAGED = (ShortReadError, UndecodableError)
 
 _local = threading.local()
@@ -60,26 +59,6 @@ def _buffer(number: int, num_bytes: int) -> Bytes:
     return buffers[number][:num_bytes]
 
 
-@dataclass(slots=True)
-class UnitResult:
-    """What one unit measured."""
-
-    observed: NDArray[np.void]
-    """Parallel to the unit's rows."""
-    tallies: NDArray[np.void]
-    """Parallel to the unit's tallies."""
-    num_bytes_read: int = 0
-    num_bytes_reread: int = 0
-    """Read for a comparison alone; their pieces are measured elsewhere."""
-    failures: dict[str, str] = field(default_factory=dict)
-    """File name to what storage said."""
-    broken: dict[int, str] = field(default_factory=dict)
-    """Row to what keeps it from being decoded."""
-    changed: set[str] = field(default_factory=set)
-    sketches: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, BUCKETS)))
-    """Parallel to the unit's sketches."""
-
-
 @dataclass(frozen=True, slots=True)
 class Worker:
     """Does units; a plain record, so that any executor can ship it."""
@@ -89,14 +68,15 @@ class Worker:
 
     def __call__(self, unit: Unit) -> UnitResult:
         """Do one unit; what storage refuses is in the result."""
-        result = UnitResult(empty_rows(len(unit.rows)), empty_tallies(len(unit.tallies)))
-        result.sketches = np.zeros((len(unit.sketches), BUCKETS))
+        result = UnitResult.empty(unit)
         with ExitStack() as stack:
             block = SLOW_UNIT_BYTES if num_readers(self.store) > 1 else BUFFER_BYTES
             doing = _Doing(self.store, choose(0, self.kernels), unit, result, stack, block)
             if unit.table is not None:
                 doing.stretches(unit.table)
             doing.cells(unit.cells)
+        if doing.before_changed:
+            result.seams = empty_seams(len(unit.seams))
         return result
 
 
@@ -117,6 +97,8 @@ class _Doing:
     block_bytes: int
     """Of a long cell, over all sides, so much is read at once: all of a unit where every request takes long."""
     handles: dict[int, Handle | StorageError] = field(default_factory=dict)
+    before_changed: bool = False
+    """Whether a file of the save before is another one than it was: then nothing is known over both."""
 
     def handle(self, number: int) -> Handle:
         """The unit's file ``number``, opened once.
@@ -129,7 +111,7 @@ class _Doing:
             try:
                 self.handles[number] = handle = self.stack.enter_context(open_file(self.store, file))
                 if handle.entry.identity != file.identity:
-                    self.result.changed.add(file.name)
+                    self.note_changed(number)
             except StorageError as error:
                 self.handles[number] = error
             self.stack.callback(self.look_again, number)
@@ -144,26 +126,14 @@ class _Doing:
         if reads_one_version(self.handles[number]):
             return
         if changed_since(self.store, file.name, Entry(file.name, False, 0, file.identity)):
-            self.result.changed.add(file.name)
+            self.note_changed(number)
 
-    def failed(self, rows: Sequence[int] | NDArray[np.int64], number: int, error: StorageError) -> None:
-        """Note that ``rows`` could not be read from file ``number``."""
-        gone = isinstance(error, (ShortReadError, ObjectMissingError))
-        state = Read.LOST if gone else Read.FAILED
-        if isinstance(error, UndecodableError):
-            state = Read.BROKEN
-            self.result.broken |= dict.fromkeys(map(int, rows), str(error))
+    def note_changed(self, number: int) -> None:
+        """Note that file ``number`` is another one than was listed."""
+        if number in self.unit.of_before:
+            self.before_changed = True
         else:
-            self.result.failures.setdefault(self.unit.files[number].name, str(error))
-        read = self.result.observed["read"]
-        read[rows] = np.maximum(read[rows], int(state))
-        if isinstance(error, ObjectChangedError):
             self.result.changed.add(self.unit.files[number].name)
-
-    def done(self, rows: Sequence[int] | NDArray[np.int64]) -> None:
-        """Note that what was wanted of ``rows`` here was read."""
-        read = self.result.observed["read"]
-        read[rows] = np.maximum(read[rows], _DONE)
 
     # Whole stretches of one file
 
@@ -180,7 +150,7 @@ class _Doing:
             self.window(part, sizes)
         except StorageError as error:
             if len(part) == 1 or not isinstance(error, _DAMAGED):
-                self.failed(part.row, 0, error)
+                self.result.failed(part.row, self.unit.files[0].name, error)
                 return
             # What lies before the end, or beside a broken chunk, is there all the same.
             for at in range(len(part)):
@@ -199,7 +169,7 @@ class _Doing:
         for kind in np.unique(table.dtype).tolist():
             own = table.take(np.flatnonzero(table.dtype == kind))
             self.measure(buffer, self.unit.dtypes[kind], Runs(own.offset - first, own.length, own.start, own.row))
-        self.done(table.row)
+        self.result.done(table.row)
 
     def measure(self, buffer: Bytes, dtype: DType, runs: Runs) -> None:
         self.kernels.measure(buffer, dtype, runs, self.result.observed)
@@ -212,7 +182,10 @@ class _Doing:
         """Read, measure and compare cells: the kernels read by themselves what they can."""
         for swept, some in groupby(cells, key=self.is_swept):
             if swept:
-                self.read([rest for cell in some for rest in cell.without(self.sweep(cell))])
+                for cell in some:
+                    # What may be beyond in a joint is measured here: little of a cell at once.
+                    for part in small(cell, JOINT_BYTES) if cell.joints else (cell,):
+                        self.read(part.without(self.sweep(part)))
             else:
                 self.read(some)
 
@@ -253,11 +226,12 @@ class _Doing:
             (self.unit.pairings[tally], left, right, self.result.tallies[tally : tally + 1])
             for tally, left, right in cell.pairs
         ]
-        done = self.kernels.sweep(streams, pairs, cell.rows, self.result.observed) if cell.rows else 0
+        joints = [(self.unit.joints[seam], at, self.result.seams[seam : seam + 1]) for seam, at in cell.joints]
+        done = self.kernels.sweep(streams, pairs, cell.rows, self.result.observed, joints) if cell.rows else 0
         for side in cell.sides if done else ():
             if side.row >= 0:
                 self.result.num_bytes_read += done * side.width
-                self.done([side.row])
+                self.result.done([side.row])
             else:
                 self.result.num_bytes_reread += done * side.width
         return done
@@ -284,8 +258,10 @@ class _Doing:
             for tally, left, right in cell.pairs:
                 one, other = (KernelSide(buffers[side], cell.sides[side].dtype, at) for side in (left, right))
                 self.compare(tally, one, other, length, start)
+            for seam, places in cell.joints:
+                self.join(seam, [KernelSide(buffers[n], cell.sides[n].dtype, at) for n in places], length, start)
         # Parts that could not be read have left their mark, and it counts for more.
-        self.done([side.row for side in cell.sides if side.row >= 0])
+        self.result.done([side.row for side in cell.sides if side.row >= 0])
 
     def straight(self, side: Side, number: int, first: int, count: int) -> Bytes:
         """Elements of a straight side, in the buffer ``number``."""
@@ -299,6 +275,9 @@ class _Doing:
         pairing, total = self.unit.pairings[tally], self.result.tallies[tally : tally + 1]
         self.kernels.compare(pairing, one, other, length, start, total)
 
+    def join(self, seam: int, sides: Sequence[KernelSide], length: NDArray[np.int64], start: NDArray[np.int64]) -> None:
+        self.kernels.join(self.unit.joints[seam], sides, length, start, self.result.seams[seam : seam + 1])
+
     def batch(self, batch: Sequence[Placed]) -> None:
         """Read, measure and compare parts together; where that fails, each part, and then each side, by itself."""
         try:
@@ -308,13 +287,21 @@ class _Doing:
             if others:
                 for one in batch:
                     self.batch([one])
+            elif part.cell.joints:
+                # It may be the save before that can't be read.
+                self.batch([placed(replace(part, cell=self.without_before(part.cell)))])
             elif len(sides) > 1:
                 for side in sides:
                     if side.row >= 0:
                         alone = replace(part, cell=replace(part.cell, sides=(side,), pairs=()))
                         self.batch([placed(alone)])
             else:
-                self.failed([sides[0].row], sides[0].file, error)
+                self.result.failed([sides[0].row], self.unit.files[sides[0].file].name, error)
+
+    def without_before(self, cell: Cell) -> Cell:
+        """The cell without the sides of the save before, which are its last, and what is measured over both."""
+        own = tuple(side for side in cell.sides if side.file not in self.unit.of_before)
+        return replace(cell, sides=own, joints=())
 
     def together(self, batch: Sequence[Placed]) -> None:
         """Read, measure and compare parts.
@@ -340,6 +327,9 @@ class _Doing:
                     for side in (left, right)
                 )
                 self.compare(tally, one, other, length, starts[at])
+            for seam, places in part.cell.joints:
+                found = [KernelSide(loaded[s][at][0], part.cell.sides[s].dtype, loaded[s][at][1]) for s in places]
+                self.join(seam, found, length, starts[at])
 
     def load(
         self, batch: Sequence[Placed], number: int, reach: tuple[int, int]
@@ -369,7 +359,7 @@ class _Doing:
                 np.concatenate([starts[member] for member in members]),
                 np.repeat(rows, counts),
             ))  # fmt: skip
-            self.done(rows)
+            self.result.done(rows)
 
 
 def _cell_of(table: Table, dtypes: Sequence[DType]) -> Cell:
