@@ -3,7 +3,6 @@
 import json
 import shutil
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -38,13 +37,11 @@ def take(folder, of, run=RUN, settings=SETTINGS, numbers=None):
 
 @pytest.mark.parametrize("of", [1, 3])
 def test_joined_shares_make_the_same_report(tmp_path, of):
-    # Saves are not held against each other element by element where the work is shared out.
-    alone = replace(SETTINGS, ignore=("MOT",))
-    shares = take(tmp_path, of, settings=alone)
+    shares = take(tmp_path, of)
     units = [sum(len(step["units"]) for step in share.steps) for share in shares]
     assert min(units) > 10
     assert max(units) - min(units) <= len(shares[0].steps)
-    assert report(alone, shares=LocalStore(tmp_path)) == report(alone)
+    assert report(shares=LocalStore(tmp_path)) == report()
 
 
 def test_joining_reads_no_weights_again(tmp_path):
