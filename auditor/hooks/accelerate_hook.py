@@ -26,7 +26,9 @@ def around_save_state(accelerator: Any, hook: TorchHook) -> Callable[..., str]:
             several = len(states) > 1
             state = {f"{n}.{k}" if several else k: v for n, own in enumerate(states) for k, v in own.items()}
             buffers = [name for model in models for name, _ in model.named_buffers()]
-            hook.witness(now["step"], state, output_dir, buffers=buffers)
+            # Of several, each in a file of its own, all number their parameters from 0.
+            (optimizer,) = accelerator._optimizers if len(accelerator._optimizers) == 1 else (None,)
+            hook.witness(now["step"], state, output_dir, buffers=buffers, optimizer=optimizer)
 
     accelerator.register_save_state_pre_hook(witness)
 

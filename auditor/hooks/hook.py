@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from auditor.committed import NAME, described
 from auditor.containers.witness_file import encode_part
@@ -19,6 +19,9 @@ from auditor.hooks.launch import absolute, launch_of_job
 from auditor.hooks.recording import Recorder
 from auditor.storage.writer import FolderWriter
 from auditor.witnesses import FOLDER, part_name
+
+if TYPE_CHECKING:
+    from auditor.hooks.exchange import Exchange
 
 LOG = logging.getLogger("auditor")
 OnViolation = Literal["log", "callback", "raise"]
@@ -41,11 +44,14 @@ class Witnesses:
     """Leaves this rank's part of the witness beside each step.
 
     ``rank, num_ranks``: of this process among all that save together. ``launch``: equal in all of them and another
-    after a restart; told by the launcher's environment where it isn't given.
+    after a restart; told by the launcher's environment where it isn't given. ``exchange``: by which parts also reach
+    rank 0, where ranks write to disks of their own.
     """
 
-    def __init__(self, rank: int, num_ranks: int, launch: str | None = None) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+    def __init__(
+        self, rank: int, num_ranks: int, launch: str | None = None, exchange: Exchange | None = None
+    ) -> None:  # fmt: skip
+        self.rank, self.num_ranks, self.exchange = rank, num_ranks, exchange
         self.launch = launch_of_job() if launch is None else launch
         self._attempts: dict[str, int] = {}
 
@@ -63,17 +69,24 @@ class Witnesses:
         writer.make()
         file = f"{name}/{part_name(self.rank)}"
         writer.write(file, content)
+        if self.exchange is not None and self.rank:
+            self.exchange.hand_over(step, name, attempt, self.rank, content)
         return Witnessed(step, f"{run}/{FOLDER}/{file}", len(part.pieces), len(content), time.perf_counter() - begun)
 
     def committed(self, step: int, path: str) -> None:
-        """Leave what the step is known by after copying, once: its files are there.
+        """On rank 0, write what the others handed over, and by what the step is known after copying.
 
         Raises:
             WriteError: the disk is full, or read-only. StorageError: a file of the step can't be read.
         """
         run, name = split(path)
-        if self.rank == 0 and path in self._attempts:
-            FolderWriter(f"{run}/{FOLDER}").write(f"{name}/{NAME}", described(run, name, step))
+        if self.rank or path not in self._attempts:
+            return
+        writer = FolderWriter(f"{run}/{FOLDER}")
+        if self.exchange is not None:
+            for rank, content in self.exchange.collected(step, name, self._attempts[path], self.num_ranks):
+                writer.write(f"{name}/{part_name(rank)}", content)
+        writer.write(f"{name}/{NAME}", described(run, name, step))
 
 
 def split(path: str) -> tuple[str, str]:

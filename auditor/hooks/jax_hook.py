@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from auditor.hooks.after_commit import AfterCommit
+from auditor.hooks.exchange import Exchange
 from auditor.hooks.hook import LOG, Witnessed, Witnesses, survived
 from auditor.hooks.jax_digest import dtype_of, measure
 from auditor.hooks.jax_pieces import Held, leaves_of, pieces_of
@@ -67,13 +68,17 @@ class JaxHook:
     """Made once in every process.
 
     ``after``: audits in process 0 what is final; None: nothing is audited here. ``launch``: see
-    :class:`~auditor.hooks.hook.Witnesses`. ``raising``: whether a failure of the hook itself is raised.
+    :class:`~auditor.hooks.hook.Witnesses`. ``raising``: whether a failure of the hook itself is raised. ``exchange``:
+    ``jax_exchange()`` of :mod:`auditor.hooks.jax_exchange` where processes write to disks of their own.
     """
 
-    def __init__(self, after: AfterCommit | None = None, *, launch: str | None = None, raising: bool = False) -> None:
+    def __init__(
+        self, after: AfterCommit | None = None, *, launch: str | None = None, raising: bool = False,
+        exchange: Exchange | None = None,
+    ) -> None:  # fmt: skip
         self.rank, self.raising = jax.process_index(), raising
         self.after = after if self.rank == 0 else None
-        self.witnesses = Witnesses(self.rank, jax.process_count(), launch)
+        self.witnesses = Witnesses(self.rank, jax.process_count(), launch, exchange)
         self._unfinished: list[tuple[int, str]] = []
 
     def witness(self, step: int, path: str | os.PathLike[str], *trees: Any) -> Witnessed | None:

@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from auditor.hooks.after_commit import AfterCommit
+from auditor.hooks.exchange import Exchange
 from auditor.hooks.hook import LOG, Witnessed, Witnesses, survived
 from auditor.hooks.recording import Recorder
-from auditor.hooks.torch_pieces import resolved
+from auditor.hooks.torch_pieces import pieces_of_optimizer, resolved
 from auditor.hooks.torch_witness import THREADS, record
 from auditor.model.mesh import Coordinate
 
@@ -31,13 +32,14 @@ class TorchHook:
     ``after``: audits on rank 0 what was committed; None: nothing is audited here. ``rank, num_ranks``: told by
     torch.distributed where it is set up, else 0 of 1. ``axes``: this rank's index along named mesh axes, for tensors
     that are whole on every rank; by default ``{"rank": rank}``. ``launch``: see
-    :class:`~auditor.hooks.hook.Witnesses`. ``raising``: whether a failure of the hook itself is raised.
+    :class:`~auditor.hooks.hook.Witnesses`. ``raising``: whether a failure of the hook itself is raised. ``exchange``:
+    ``torch_exchange()`` of :mod:`auditor.hooks.torch_exchange` where ranks write to disks of their own.
     """
 
     def __init__(
         self, after: AfterCommit | None = None, *, rank: int | None = None, num_ranks: int | None = None,
         axes: Mapping[str, int] | None = None, launch: str | None = None, threads: int = THREADS,
-        raising: bool = False,
+        raising: bool = False, exchange: Exchange | None = None,
     ) -> None:  # fmt: skip
         own, total = _of_process_group()
         self.rank = own if rank is None else rank
@@ -45,19 +47,21 @@ class TorchHook:
         self.place = Coordinate.of(**axes) if axes else Coordinate.of(rank=self.rank)
         self.threads, self.raising = threads, raising
         self.after = after if self.rank == 0 else None
-        self.witnesses = Witnesses(self.rank, self.num_ranks, launch)
+        self.witnesses = Witnesses(self.rank, self.num_ranks, launch, exchange)
 
     def witness(
-        self, step: int, state: Mapping[str, Any], path: Path, *, buffers: Iterable[str] = ()
+        self, step: int, state: Mapping[str, Any], path: Path, *, buffers: Iterable[str] = (),
+        optimizer: Any = None,
     ) -> Witnessed | None:  # fmt: skip
         """Digest what this rank holds of ``state``, which is about to be saved to ``path``, and leave it beside.
 
-        No other rank is waited for. ``buffers``: names of tensors that are buffers of the model. None: it failed, which
-        is logged.
+        No other rank is waited for. ``buffers``: names of tensors that are buffers of the model. ``optimizer``:
+        one whose own state dict the writer stores in a file by itself. None: it failed, which is logged.
         """
         begun = time.perf_counter()
         with survived(f"the witness of step {step}", raising=self.raising):
-            recorder = record(resolved(state), self.rank, self.num_ranks, self.place, buffers, self.threads)
+            more = () if optimizer is None else pieces_of_optimizer(optimizer, self.place)
+            recorder = record(resolved(state), self.rank, self.num_ranks, self.place, buffers, self.threads, more)
             return self.leave(step, path, recorder, begun)
         return None
 

@@ -66,6 +66,18 @@ def pieces_of(key: str, value: Any, plain: Coordinate) -> Iterator[Held]:
         yield Held(key, value, shape, Box((0,) * len(shape), shape), plain)
 
 
+def pieces_of_optimizer(optimizer: Any, plain: Coordinate) -> Iterator[Held]:
+    """What an optimizer keeps, by the keys of its state dict, which numbers parameters: ``state.3.exp_avg``.
+
+    ``optimizer``: a torch optimizer, or what wraps one. No state dict is made: some gather it from all ranks.
+    """
+    own = getattr(optimizer, "optimizer", optimizer)
+    parameters = [parameter for group in own.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        for key, value in own.state.get(parameter, {}).items():
+            yield from pieces_of(f"state.{number}.{key}", value, plain)
+
+
 def _is_dtensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and hasattr(value, "device_mesh") and hasattr(value, "placements")
 

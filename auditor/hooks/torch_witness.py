@@ -22,18 +22,18 @@ COMPILED_BYTES = 64 << 20
 
 def record(
     state: Mapping[str, Any], rank: int, num_ranks: int, plain: Coordinate | None = None,
-    buffers: Iterable[str] = (), threads: int = THREADS,
+    buffers: Iterable[str] = (), threads: int = THREADS, more: Iterable[Held] = (),
 ) -> Recorder:  # fmt: skip
     """Digest all that this rank holds of a state dict (Stateful members resolved).
 
     ``plain``: the place of tensors that are whole on every rank; its rank by default. ``buffers``: names of tensors
-    that are buffers of the model, which need not be equal everywhere.
+    that are buffers of the model, which need not be equal everywhere. ``more``: what is not in the state dict.
     """
     recorder = Recorder(rank, num_ranks)
     flat = flattened(state)
     recorder.scalars.update(as_scalars(flat))
     place = Coordinate.of(rank=rank) if plain is None else plain
-    held = [piece for key, value in flat.items() for piece in pieces_of(key, value, place)]
+    held = [piece for key, value in flat.items() for piece in pieces_of(key, value, place)] + [*more]
     held = [piece for piece in held if _can_be_read(piece, recorder)]
     total = sum(piece.values.numel() * piece.values.element_size() for piece in held)
     kernels = choose(total, "auto" if total < COMPILED_BYTES else _compiled())

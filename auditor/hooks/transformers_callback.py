@@ -17,7 +17,7 @@ class AuditorCallback(TrainerCallback):
     """Witnesses the model of every saved step, and has the step audited.
 
     ``on_save`` comes when the step's files are there and the weights are still those that were saved. The model is
-    witnessed under the keys of its state dict; its optimizer, whose state the Trainer saves by number, is not.
+    witnessed under the keys of its state dict, and so is its optimizer.
     """
 
     def __init__(self, hook: TorchHook) -> None:
@@ -30,7 +30,8 @@ class AuditorCallback(TrainerCallback):
         with survived(f"the witness of step {state.global_step}", raising=self.hook.raising):
             if model is not None:
                 buffers = [name for name, _ in model.named_buffers()]
-                self.hook.witness(state.global_step, stored_keys(model), path, buffers=buffers)
+                optimizer = kwargs.get("optimizer")
+                self.hook.witness(state.global_step, stored_keys(model), path, buffers=buffers, optimizer=optimizer)
         self.hook.committed(state.global_step, path)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

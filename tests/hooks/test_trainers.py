@@ -51,10 +51,14 @@ def test_hugging_face_trainer(tmp_path, hook, told):
     transformers.Trainer(model, arguments, train_dataset=rows, callbacks=[AuditorCallback(hook)]).train()
     assert [told[step]["auditor/errors"] for step in (1, 2)] == [0, 0]
     number = len({parameter.data_ptr() for parameter in model.parameters()})
+    # Every parameter, its counter and both of its moments.
     for step in (1, 2):
-        assert judged(tmp_path / "run", step).num_holds == number
+        assert judged(tmp_path / "run", step).num_holds == 4 * number
     poke(tmp_path / "run", 2, "model.norm.weight", flip=1)
-    assert [violation.subject for violation in judged(tmp_path / "run", 2).violations] == ["model.norm.weight"]
+    poke(tmp_path / "run", 1, "model.norm.weight", "second_moment", flip=1)
+    for step, role in ((2, "parameter"), (1, "second_moment")):
+        (violation,) = judged(tmp_path / "run", step).violations
+        assert [(x.tensor, x.role.value) for x in violation.locations] == [("model.norm.weight", role)]
 
 
 def test_accelerate(tmp_path, hook, told):
@@ -71,8 +75,8 @@ def test_accelerate(tmp_path, hook, told):
         save_state(step, tmp_path / "run" / f"step-{step}")
     witness = read_witness(LocalStore(tmp_path / "run"), witness_folder("step-2"), 2)
     assert witness.lacks == ""
-    assert {tensor.name for tensor in witness.tensors} == set(model.state_dict())
-    assert judged(tmp_path / "run", 2).num_holds == 4
+    assert {tensor.name for tensor in witness.tensors} > {*model.state_dict(), "state.3.exp_avg_sq"}
+    assert judged(tmp_path / "run", 2).num_holds == 4 * 4
     assert told[2]["auditor/errors"] == 0
 
 

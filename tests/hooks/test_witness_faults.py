@@ -3,11 +3,13 @@
 import errno
 import logging
 import os
+import time
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from auditor.hooks.torch_exchange import torch_exchange  # noqa: E402
 from auditor.hooks.torch_hook import TorchHook  # noqa: E402
 from auditor.storage.local import LocalStore  # noqa: E402
 from auditor.storage.writer import Draft, WriteError  # noqa: E402
@@ -20,9 +22,10 @@ def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_full_disk_is_logged_and_leaves_nothing(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_full_or_read_only_disk_is_logged_and_leaves_nothing(tmp_path, monkeypatch, caplog, number):
     def full(self, content):
-        raise WriteError("disk full") from OSError(errno.ENOSPC, "no space")
+        raise WriteError("it can't be written") from OSError(number, os.strerror(number))
 
     monkeypatch.setattr(Draft, "append", full)
     with caplog.at_level(logging.WARNING, "auditor"):
@@ -88,3 +91,29 @@ def test_an_unchanged_state_is_left_alone(tmp_path):
     before = STATE["model"]["weight"].clone()
     TorchHook(raising=True).witness(3, STATE, tmp_path / "run" / "step-3")
     assert torch.equal(before, STATE["model"]["weight"])
+
+
+@pytest.mark.parametrize("kind", ["HashStore", "FileStore"])
+def test_parts_reach_rank_0_through_the_store_and_a_dead_rank_holds_nobody_up(tmp_path, kind, caplog):
+    """Three ranks with a disk each; the third dies before its witness."""
+    dist = torch.distributed
+    store = dist.HashStore() if kind == "HashStore" else dist.FileStore(str(tmp_path / "store"), 3)
+
+    def hook(rank):
+        exchange = torch_exchange(store, seconds=0.3)
+        return TorchHook(rank=rank, num_ranks=3, raising=True, exchange=exchange)
+
+    hooks = [hook(0), hook(1)]
+    for step in (1, 2):
+        paths = [tmp_path / f"disk{number}" / f"step-{step}" for number in (0, 1)]
+        for path, one in zip(paths, hooks, strict=True):
+            path.mkdir(parents=True)
+            one.witness(step, STATE, path)
+        begun = time.monotonic()
+        with caplog.at_level(logging.WARNING, "auditor"):
+            hooks[0].committed(step, paths[0])
+        assert time.monotonic() - begun < 5
+        witness = read_witness(LocalStore(tmp_path / "disk0"), witness_folder(f"step-{step}"), step)
+        assert [part.rank for part in witness.parts] == [0, 1]
+        assert witness.lacks == "1 of 3 ranks left no witness: 2"
+    assert "rank 2 handed over no witness" in caplog.text
