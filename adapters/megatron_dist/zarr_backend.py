@@ -26,7 +26,7 @@ from auditor.adapters.step_file import Opened, StepFile
 from auditor.containers.dcp_columns import DcpMetadata, Described
 from auditor.containers.zarr_array import ZarrArray
 from auditor.containers.zarr_v2 import DOCUMENT
-from auditor.model.catalog import FileState
+from auditor.model.catalog import FileState, c_strides
 from auditor.model.mesh import EVERYWHERE
 from auditor.model.region import Box
 from auditor.storage.store import Entry, StorageError, Store
