@@ -16,9 +16,9 @@ from auditor.errors import AuditorError, LockedError, NothingToAuditError, Usage
 
 from auditor.cli_options import (  # isort: skip
     Baseline, Bisect, Calibrate, CandidatePath, ComputeDtype, Config, Exact, FailOn, Format, Ignore, Kernels,
-    LearningRate, LedgerPath, LevelName, MapName, MaxBytes, Only, Power, ReferencePath, Rename, Resume, RunPath,
-    RunPaths, Scheduler, Select, Settle, ShardOf, Shards, Steps, Strict, StrictBuffers, Tensors, Threads, Tokens,
-    Verbose, Without, parse_path,
+    LearningRate, LedgerPath, LevelName, MapName, MaxBytes, Only, Power, Propose, ReferencePath, Rename, Resume,
+    RunPath, RunPaths, Scheduler, Select, Settle, ShardOf, Shards, Steps, Strict, StrictBuffers, Tensors, Threads,
+    Tokens, Verbose, Without, parse_path, text_or_json,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ def check(
     """Audit checkpoints: what holds, what doesn't, since when, where, and which step to go back to."""
     from auditor.verdict import exit_code
 
-    if format not in ("text", "json"):
-        raise UsageError(f"--format {format}: neither text nor json")
+    text_or_json(format)
     settings = _settings(
         config, steps=steps, level=level, select=select, ignore=ignore, tensors=tensors, fail_on=fail_on,
         strict=strict, strict_buffers=strict_buffers, settle=settle, threads=threads, baseline=baseline,
@@ -79,7 +78,7 @@ def compare(
     only: Only = None, ignore: Without = None, rename: Rename = None,
     map: MapName = "auto", exact: Exact = False, resume: Resume = False,
     calibrate: Calibrate = None, compute_dtype: ComputeDtype = "", tokens: Tokens = 0,
-    learning_rate: LearningRate = None, power: Power = False, fail_on: FailOn = None,
+    learning_rate: LearningRate = None, power: Power = False, propose: Propose = False, fail_on: FailOn = None,
     strict: Strict = None, config: Config = None, threads: Threads = None,
     kernels: Kernels = None, max_bytes: MaxBytes = None, format: Format = "text",
     verbose: Verbose = False,
@@ -90,10 +89,11 @@ def compare(
     """
     from auditor.comparison.command import choices_of
     from auditor.comparison.comparing import compare as compare_sides
+    from auditor.comparison.comparing import proposals
     from auditor.comparison.verdict import exit_code
+    from auditor.report.compare_text import compare_lines, proposed_lines
 
-    if format not in ("text", "json"):
-        raise UsageError(f"--format {format}: neither text nor json")
+    text_or_json(format)
     settings = _settings(
         config, steps=steps, fail_on=fail_on, strict=strict, threads=threads, kernels=kernels,
         max_bytes_per_second=max_bytes,
@@ -103,14 +103,15 @@ def compare(
         calibrate=calibrate or (), compute=compute_dtype, tokens=tokens, learning_rate=learning_rate, power=power,
     )  # fmt: skip
     with _progress() as progress:
+        if propose:
+            _print_lines(proposed_lines(proposals(reference, candidate, settings, choices, progress=progress)))
+            return
         found = compare_sides(reference, candidate, settings, choices, progress=progress)
     if format == "json":
         from auditor.report.compare_json import to_json
 
         print(to_json(found, settings))
     else:
-        from auditor.report.compare_text import compare_lines
-
         _print_lines(compare_lines(found, settings, verbose=verbose))
     raise typer.Exit(int(exit_code(found, settings)))
 
@@ -150,8 +151,7 @@ def inspect(path: RunPath, steps: Steps = None, config: Config = None, format: F
     """Show mesh, tensors, pieces and files of the newest (or chosen) step, without reading weights."""
     from auditor.report.inspection import inspect_lines, inspect_object
 
-    if format not in ("text", "json"):
-        raise UsageError(f"--format {format}: neither text nor json")
+    text_or_json(format)
     settings = _settings(config, steps=steps or "latest")
     store = _store([path])
     if format == "json":

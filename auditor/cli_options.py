@@ -17,6 +17,16 @@ def parse_path(text: str) -> str:
     return text
 
 
+def text_or_json(format: str) -> None:
+    """Refuse another format of a report.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if format not in ("text", "json"):
+        raise UsageError(f"--format {format}: neither text nor json")
+
+
 RunPaths = Annotated[
     list[str],
     typer.Argument(

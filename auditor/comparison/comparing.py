@@ -16,6 +16,7 @@ from auditor.comparison.judging import Bench, Contents
 from auditor.comparison.lockstep import Distance
 from auditor.comparison.matching import Matching, match, tied_to
 from auditor.comparison.outcome import PROVED, Compared, Comparison, Standing, StepComparison
+from auditor.comparison.proposal import Proposed, propose
 from auditor.comparison.records import recorded
 from auditor.comparison.rounding import counted_steps, model_of
 from auditor.comparison.seeing import Views, views_of
@@ -58,6 +59,24 @@ def compare(
     found.growing = growing(found.steps)
     found.seconds = time.monotonic() - begun
     return found
+
+
+def proposals(
+    reference: str, candidate: str, settings: Settings, choices: Choices, *,
+    progress: Progress = lambda path, num_bytes: None,
+) -> list[Proposed]:  # fmt: skip
+    """Name rules for what has no counterpart in the first step that is compared.
+
+    Raises:
+        NothingToAuditError, UsageError, StorageError: as :func:`compare`.
+    """
+    with ExitStack() as stack:
+        sides = [open_side(path, settings, stack, progress) for path in (reference, candidate)]
+        own, theirs = steps_of(sides[0], sides[1], settings)[0]
+        views = views_of(sides[0], sides[1], (own, theirs), choices)
+        left = views.reference(sides[0].steps[own], False)
+        right = views.candidate(sides[1].steps[theirs], False)
+        return propose(left, right, match(left, right, choices.chosen))
 
 
 def steps_of(reference: Side, candidate: Side, settings: Settings) -> list[tuple[int, int]]:

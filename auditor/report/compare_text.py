@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from auditor.comparison.matching import module_of
 from auditor.comparison.outcome import PROVED, Compared, Comparison, Standing, StepComparison
+from auditor.comparison.proposal import Proposed
 from auditor.comparison.verdict import exit_code, verdict
 from auditor.report.text_report import safe, size
 from auditor.settings import Settings
@@ -171,3 +172,12 @@ def _over_steps(found: Comparison) -> Iterator[str]:
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def proposed_lines(rules: Sequence[Proposed]) -> Iterator[str]:
+    """Proposed name rules as the tables of a configuration file."""
+    if not rules:
+        yield "# every tensor has its counterpart, or nothing speaks for any"
+    for rule in rules:
+        yield from map(safe, rule.lines())
+        yield ""

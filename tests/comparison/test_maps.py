@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from auditor.discovery import one_run
 from auditor.model.region import whole
 from auditor.storage.local import LocalStore
 from auditor.view.assemble import read_box
+from tests import command
 from tests.comparison.test_exact import code, compared
 from tests.faults import rewrite
 from tests.paths import ROOT
@@ -155,3 +157,29 @@ def test_a_flax_state_is_seen_as_torch_has_it():
     )
     assert {row.standing for row in found.steps[0].rows} == {Standing.EQUAL}
     assert len(found.steps[0].rows) == 3
+
+
+def test_rules_are_proposed_and_do_what_they_say(tmp_path):
+    own = llama()
+    strange = {}
+    for name, bits in own.items():
+        layer = name.split(".")[2] if "layers" in name else ""
+        if "q_proj" in name or "v_proj" in name:
+            continue
+        if "k_proj" in name:
+            parts = [own[name.replace("k_proj", f"{part}_proj")] for part in "qkv"]
+            strange[f"block_{layer}.mixed"] = np.concatenate(parts)
+        elif "down_proj" in name:
+            strange[f"block_{layer}.fall.kernel"] = bits.T
+        else:
+            strange[name.replace("model.layers.", "block_").replace(".weight", ".w")] = bits
+    left, right = hugging_face(tmp_path / "own", own), hugging_face(tmp_path / "strange", strange)
+    done = command.run(["compare", left, right, "--map", "none", "--propose"])
+    assert done.returncode == 0
+    (tmp_path / "auditor.toml").write_bytes(done.stdout)
+    tables = tomllib.loads(done.stdout.decode())["map"]
+    assert {"from": "block_{n}.fall.kernel", "to": "model.layers.{n}.mlp.down_proj.weight", "transpose": True} in tables
+    assert sum("sizes" in table for table in tables) == 1
+    done = command.run(["compare", left, right, "--map", "none", "--config", tmp_path / "auditor.toml", "--exact"])
+    assert (done.returncode, done.stdout.count(b"equal")) != (0, 0)
+    assert b"differs" not in done.stdout, done.stdout.decode()
