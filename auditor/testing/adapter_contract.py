@@ -15,6 +15,7 @@ more of a failure if the package's ``conftest.py`` says
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,14 @@ from auditor.view.zarr_store import open_group
 
 MAX_TAIL_BYTES = 64
 """What a container may read of a file's end to find its directory."""
+
+
+def few(objects: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Of files whose names differ in their folder and in numbers alone, the first and the last."""
+    alike: dict[str, list[str]] = {}
+    for name in sorted(objects):
+        alike.setdefault(re.sub(r"\d+", "#", name.rpartition("/")[2]), []).append(name)
+    return {name: objects[name] for names in alike.values() for name in (names[0], names[-1])}
 
 
 class AdapterContract:
@@ -226,7 +235,7 @@ class AdapterContract:
     def test_every_file_may_be_short_or_empty_or_nonsense(self) -> None:
         for path in self.all_checkpoints():
             objects = self.objects(path)
-            for name, content in objects.items():
+            for name, content in few(objects).items():
                 for cut in {0, 1, 8, len(content) // 3, len(content) // 2, len(content) - 1}:
                     self.harmless(MemoryStore({**objects, name: content[:cut]}))
                 self.harmless(MemoryStore({**objects, name: b"\xff" * len(content)}))
@@ -239,7 +248,7 @@ class AdapterContract:
 
     def test_every_file_may_be_denied(self) -> None:
         for path in self.all_checkpoints():
-            for name in self.objects(path):
+            for name in few(self.objects(path)):
                 store = FaultyStore(LocalStore(path), Faults(denied=name))
                 catalog = self.harmless(store)
                 states = {file.name: file.state for file in catalog.files} if catalog else {}

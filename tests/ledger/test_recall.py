@@ -8,7 +8,7 @@ import pytest
 from auditor.audit import audit
 from auditor.ledger.folder import open_ledger
 from auditor.report.json_report import to_json
-from auditor.settings import Level, Settings
+from auditor.settings import Level, Settings, StepChoice
 from auditor.storage.local import LocalStore
 from tests.faults import float32_bits, poke
 from tests.paths import HEALTHY, RUN, TP2_PP2, TP4
@@ -34,6 +34,10 @@ def read(found):
     return sum(run.coverage.num_bytes_read + run.coverage.num_bytes_reread for run in found.runs)
 
 
+AROUND = StepChoice("40:60")
+"""The steps around the onset."""
+
+
 @pytest.mark.parametrize(
     ("path", "level"),
     [(RUN, Level.VALUES), (HEALTHY, Level.REPLICAS), (TP2_PP2, Level.REPLICAS), (TP4, Level.FULL)],
@@ -51,25 +55,25 @@ def test_a_second_audit_reads_nothing_and_says_the_same(path, level, tmp_path):
 
 
 def test_a_lower_level_is_answered_by_a_higher_one(tmp_path):
-    report(RUN, tmp_path / "ledger", level=Level.FULL)
+    report(RUN, tmp_path / "ledger", level=Level.FULL, steps=AROUND)
     for level in Level:
-        again = report(RUN, tmp_path / "ledger", level=level)
+        again = report(RUN, tmp_path / "ledger", level=level, steps=AROUND)
         assert read(again) == 0
-        assert said(again) == said(report(RUN, None, level=level)), level
+        assert said(again) == said(report(RUN, None, level=level, steps=AROUND)), level
 
 
 def test_a_higher_level_is_read(tmp_path):
-    report(RUN, tmp_path / "ledger", level=Level.REPLICAS)
-    again = report(RUN, tmp_path / "ledger", level=Level.VALUES)
-    assert read(again) == read(report(RUN, None, level=Level.VALUES))
-    assert read(report(RUN, tmp_path / "ledger", level=Level.VALUES)) == 0
+    report(RUN, tmp_path / "ledger", steps=AROUND, level=Level.REPLICAS)
+    again = report(RUN, tmp_path / "ledger", steps=AROUND, level=Level.VALUES)
+    assert read(again) == read(report(RUN, None, steps=AROUND, level=Level.VALUES))
+    assert read(report(RUN, tmp_path / "ledger", steps=AROUND, level=Level.VALUES)) == 0
 
 
 def test_other_invariants_are_read_for(tmp_path):
-    report(RUN, tmp_path / "ledger", select=("REP",))
-    again = report(RUN, tmp_path / "ledger", select=("OPT", "NUM"))
+    report(RUN, tmp_path / "ledger", steps=AROUND, select=("REP",))
+    again = report(RUN, tmp_path / "ledger", steps=AROUND, select=("OPT", "NUM"))
     assert read(again) > 0
-    assert said(again) == said(report(RUN, None, select=("OPT", "NUM")))
+    assert said(again) == said(report(RUN, None, steps=AROUND, select=("OPT", "NUM")))
 
 
 def test_a_step_that_changed_is_read_again(tmp_path):
