@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -67,6 +68,13 @@ class CatalogBuilder:
         if file.state is FileState.PRESENT and (told := encoding.contradiction(file.num_bytes)):
             file = replace(file, state=FileState.DAMAGED, detail=told)
         self._files[number] = file
+
+    def add_opaque(self, number: int, opaque: Mapping[str, int]) -> None:
+        """Add to the unknown objects, by class, of a file added before."""
+        if opaque:
+            file = self._files[number]
+            total = Counter(dict(file.opaque)) + Counter(opaque)
+            self._files[number] = replace(file, opaque=tuple(sorted(total.items())))
 
     def tensor(
         self, name: str, role: Role, dtype: DType, shape: tuple[int, ...], order: int, *,

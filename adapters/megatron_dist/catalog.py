@@ -12,6 +12,7 @@ from auditor.adapters.dcp.catalog import DcpReading
 from auditor.adapters.dcp.files import Part, part_of, rank_of
 from auditor.adapters.dcp.sources import Source
 from auditor.adapters.hugging_face.files import open_json
+from auditor.adapters.megatron_dist.extra_state import record_scales
 from auditor.adapters.megatron_dist.files import COMMON, CONFIG, Recorded, is_of_arrays
 from auditor.adapters.megatron_dist.optimizer import record_common
 from auditor.adapters.megatron_dist.tensors import RANK, DistPlacing, Ranks
@@ -66,6 +67,7 @@ class MegatronDistReading(DcpReading):
         for where, flaw in self.flaws:
             if flaw.overlaps or not placing.num_missing:
                 self._problem(ProblemKind.METADATA, where.path, flaw.message)
+        self.opaque.update(record_scales(self.builder, self.store, source))
         record_common(self.builder, self.store, join(self.files.path, COMMON), self.recorded, source)
         return self._built(step, format_name)
 

@@ -25,6 +25,7 @@ from auditor.invariants import (
     outliers,
     reference,
     replica,
+    scales,
     schedule,
     security,
     stripes,
@@ -34,9 +35,9 @@ from auditor.invariants import (
 from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
-    integrity, integrity_runs, integrity_kept, coverage, metadata, replica, stripes, cast, optimizer, optimizer_records,
-    optimizer_values, optimizer_twins, numerics, outliers, motion, motion_records, motion_sizes, motion_steps, tying,
-    reference, security, configuration, witnessed, schedule,
+    integrity, integrity_runs, integrity_kept, coverage, metadata, replica, stripes, cast, optimizer,
+    optimizer_records, optimizer_values, optimizer_twins, numerics, outliers, scales, motion, motion_records,
+    motion_sizes, motion_steps, tying, reference, security, configuration, witnessed, schedule,
 )  # fmt: skip
 
 

@@ -99,6 +99,10 @@ class File:
     """How its content is stored, where pieces can't address its bytes as they are."""
 
 
+FP8_SCALE, FP8_AMAX = "fp8_scale", "fp8_amax"
+"""Names of scalars: the worst element of a tensor of scales, and of a history of largest values."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scalar:
     """A number recorded in a file: a step counter, a world size."""

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -301,3 +302,98 @@ def test_an_index_that_lies_about_its_layers():
 
     catalog = read(MemoryStore(changed(run_of(), f"{STEP}/.metadata", grow)), STEP)
     assert all("more layers" in tensor.undetermined for tensor in catalog.tensors if ".layers." in tensor.name)
+
+
+# Scales of FP8: by torch in the forms that Transformer Engine gives them, which does not run on a CPU
+
+LAYER = "decoder.layers.mlp.linear_fc1"
+
+
+def scales_of(torch, **changed):
+    state = {
+        "scale_fwd": torch.tensor([448.0, 2.0, 0.5]), "amax_history_fwd": torch.rand(16, 3),
+        "scale_bwd": torch.tensor([1.0, 8.0]), "amax_history_bwd": torch.zeros(16, 2),
+        "extra_fp8_variables": {"num_gemms": 1}, "recipe": Fraction(1, 2),
+    }  # fmt: skip
+    return state | {key: torch.tensor(value) for key, value in changed.items()}
+
+
+def in_bytes_io(torch, state):
+    held = io.BytesIO()
+    torch.save(state, held)
+    return held
+
+
+def in_a_tensor(torch, state):
+    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+
+
+def with_extra_state(objects, held):
+    """The checkpoint with a rank's objects of one layer saved again, each the last item of a file."""
+    torch = pytest.importorskip("torch")
+    buffer = io.BytesIO()
+    torch.save([held], buffer)
+    name = f"{STEP}/__0_0.distcp"
+    objects = dict(objects)
+
+    def place(metadata):
+        (index,) = [i for i in metadata.storage_data if i.fqn.startswith(f"{LAYER}._extra_state/shard_0")]
+        stored = metadata.storage_data[index]
+        before, length = stored.offset, stored.length
+        assert stored.relative_path == "__0_0.distcp"
+        content = objects[name]
+        objects[name] = content[:before] + buffer.getvalue() + content[before + length :]
+        for other in metadata.storage_data.values():
+            if other.relative_path == stored.relative_path and other.offset > before:
+                other.offset += len(buffer.getvalue()) - length
+        stored.length = len(buffer.getvalue())
+
+    return changed(objects, f"{STEP}/.metadata", place) | {name: objects[name]}
+
+
+@pytest.mark.parametrize("form", [in_bytes_io, in_a_tensor])
+def test_scales_of_low_precision(form):
+    torch = pytest.importorskip("torch")
+    run = run_of()
+
+    def found(**changes):
+        return audited(with_extra_state(run, form(torch, scales_of(torch, **changes))), Level.HEADERS)
+
+    healthy = found()
+    assert not healthy.findings
+    assert healthy.steps[-1].judgements["NUM005"].num_holds == 4
+    for changes, severity in (
+        ({"scale_fwd": [1.0, 0.0]}, "ERROR"), ({"scale_bwd": [float("nan")]}, "ERROR"),
+        ({"scale_bwd": [-1.0]}, "ERROR"), ({"amax_history_fwd": [[float("inf")]]}, "NOTE"),
+    ):  # fmt: skip
+        (finding,) = found(**changes).findings
+        (location,) = finding.locations
+        assert (finding.id, finding.severity.name) == ("NUM005", severity)
+        assert location.tensor == f"{LAYER}._extra_state[0].{next(iter(changes))}"
+        assert location.file == f"{STEP}/__0_0.distcp"
+
+
+def test_extra_states_that_hold_nothing_or_what_is_not_known():
+    torch = pytest.importorskip("torch")
+    for held in (None, torch.empty(0, dtype=torch.uint8), in_a_tensor(torch, None), in_bytes_io(torch, None)):
+        found = audited(with_extra_state(run_of(), held), Level.HEADERS)
+        assert not found.findings
+        assert found.steps[-1].judgements["NUM005"].not_applicable == {"no scale is recorded": 1}
+        assert not any("_extra_state" in name for name in found.steps[-1].opaque)
+    broken = in_a_tensor(torch, scales_of(torch))[:200].clone()
+    for held in (broken, io.BytesIO(b"PK\x03\x04"), torch.full((9,), 128, dtype=torch.uint8), "text"):
+        found = audited(with_extra_state(run_of(), held), Level.HEADERS)
+        assert not found.findings
+        assert found.steps[-1].opaque["an _extra_state in a form that is not known"] == 1
+
+
+def test_a_dangerous_call_in_what_is_loaded_again():
+    torch = pytest.importorskip("torch")
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("true",)
+
+    held = in_a_tensor(torch, scales_of(torch) | {"recipe": Evil()})
+    finding = only(with_extra_state(run_of(), held), Level.HEADERS)
+    assert (finding.id, files(finding)) == ("SEC001", {f"{STEP}/__0_0.distcp"})
