@@ -19,6 +19,7 @@ from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, 
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.optax.paths import Path
 from auditor.adapters.optax.record import recorded_step
+from auditor.adapters.optax.stacks import unstacked
 from auditor.adapters.optax.tree import Leaf
 from auditor.adapters.orbax.arrays import Arrays, DatabaseArrays, StoredArray
 from auditor.adapters.orbax.files import step_in
@@ -141,7 +142,7 @@ class _Reading:
         """The Catalog of the step."""
         self._placed()
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if name != DEFINITION]
-        return self.builder.build(step, self.folder.path, format_name, self.mesh, {}, unclaimed)
+        return unstacked(self.builder.build(step, self.folder.path, format_name, self.mesh, {}, unclaimed))
 
     def _problem(self, kind: ProblemKind, message: str, tensor: str) -> None:
         self.builder.problems.append(Problem(kind, join(self.folder.path, DEFINITION), message, tensor=tensor))

@@ -17,6 +17,7 @@ from dataclasses import replace
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.hugging_face.files import open_json
+from auditor.adapters.optax.stacks import unstacked
 from auditor.adapters.optax.tree import Leaf
 from auditor.adapters.orbax.arrays import DOCUMENTS, FileArrays, StoredArray
 from auditor.adapters.orbax.tensors import Found, OrbaxFiles, OrbaxTensors
@@ -78,7 +79,7 @@ class Levanter:
         catalog = builder.build(match.step, folder.path, self.name, mesh, {}, unclaimed)
         done = METADATA in folder.files
         return replace(
-            catalog, finished=done, unfinished="" if done else f"it has no {METADATA}, which is written last"
+            unstacked(catalog), finished=done, unfinished="" if done else f"it has no {METADATA}, which is written last"
         )
 
 

@@ -15,6 +15,7 @@ from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, 
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.jax_state import StatePlacing, Stored, stored
 from auditor.adapters.optax.paths import Path
+from auditor.adapters.optax.stacks import unstacked
 from auditor.adapters.optax.tree import OptaxTree
 from auditor.adapters.step_file import Opened
 from auditor.containers.damage import DamagedError
@@ -126,7 +127,7 @@ class StateFiles:
             opaque.update(one.content.opaque if one.content else {})
         placing.add_all()
         unclaimed = [join(folder.path, name) for name in folder.files if name not in names]
-        return placing.builder.build(match.step, folder.path, self.name, NO_MESH, opaque, unclaimed)
+        return unstacked(placing.builder.build(match.step, folder.path, self.name, NO_MESH, opaque, unclaimed))
 
     def _placing(
         self, store: Store, folder: Folder, opened: Sequence[Opened[StateFile]]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from auditor.adapters.adapter import Folder, folder_name
 from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.optax.stacks import unstacked
 from auditor.adapters.optax.tree import Leaf
 from auditor.adapters.orbax.arrays import Arrays, DatabaseArrays, FileArrays, StoredArray
 from auditor.adapters.orbax.files import (
@@ -109,7 +110,7 @@ class OrbaxReading:
             if name not in KNOWN and not is_lock(name) and join(folder.path, name) not in self.files.numbers
         ]
         catalog = self.builder.build(step, self.folder.path, format_name, mesh, {}, unclaimed)
-        return replace(catalog, unfinished=unfinished, finished=not unfinished and self._finished())
+        return replace(unstacked(catalog), unfinished=unfinished, finished=not unfinished and self._finished())
 
     def _problem(
         self, kind: ProblemKind, path: str, message: str, tensor: str = "", *, ignored: bool = False

@@ -18,6 +18,8 @@ from auditor.model.optimizer import parameter_of
 from auditor.model.pieces_builder import PiecesBuilder
 from auditor.model.region import Box, as_boxes
 
+MAX_LAYERS = 1 << 12
+"""Tensors into which one is taken apart."""
 _FIELD = re.compile(r"\{([a-z]\w{0,30})\}")
 
 
@@ -39,6 +41,8 @@ class NameRule:
     """Extents of the parts; equal ones if none are given."""
     groups: int = 1
     """Equal stretches of the dim, each cut by itself: a target has its part of each, one after the other."""
+    unstack: int | None = None
+    """The dim that is taken apart: its indices are the ``{n}`` of the target, which ``source`` lacks."""
 
     def match(self, name: str) -> Mapping[str, str] | None:
         """The words of a name that fits."""
@@ -52,7 +56,8 @@ class NameRule:
 
     def renamed(self, name: str) -> str:
         """What a name becomes where nothing but the name changes; empty where it doesn't fit, or more would change."""
-        words = self.match(name) if len(self.targets) == 1 and self.stack is None and self.transpose is None else None
+        moved = len(self.targets) > 1 or self.transpose is not None or (self.stack, self.unstack) != (None, None)
+        words = None if moved else self.match(name)
         return "" if words is None else _FIELD.sub(lambda found: words[found[1]], self.targets[0])
 
     def flaw(self) -> str:
@@ -63,6 +68,10 @@ class NameRule:
             return "it needs from and to, and each {word} once"
         if self.stack is not None and ("n" not in known or "n" in wanted or len(self.targets) > 1):
             return "to stack, {n} must be in from and not in to, which is one name"
+        if self.unstack is not None:
+            if "n" in known or "n" not in wanted or len(self.targets) > 1 or self.stack is not None:
+                return "to unstack, {n} must be in to, which is one name, and not in from"
+            wanted.discard("n")
         lacking = set(known) - wanted - ({"n"} if self.stack is not None else set())
         if wanted - set(known) or lacking:
             return "from and to need the same {words}"
@@ -89,6 +98,8 @@ class _Move:
     """Of a part that is taken: where it begins in the target, and the target's extent."""
     stacked: tuple[int, int, int] | None = None
     """New dim, place on it, its extent."""
+    dropped: int | None = None
+    """The dim that is lost, because a part of one index was taken of it."""
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """What becomes of a tensor's shape."""
@@ -97,6 +108,8 @@ class _Move:
             found[self.cut[0]] = self.into[1]
         if self.stacked:
             found.insert(self.stacked[0], self.stacked[2])
+        if self.dropped is not None:
+            del found[self.dropped]
         return tuple(found)
 
     @property
@@ -104,11 +117,17 @@ class _Move:
         """Whether only the name changes."""
         return self.cut is None and self.stacked is None and self.order == tuple(range(len(self.order)))
 
+    def loses(self, how: Shard | Replicate) -> bool:
+        """Whether an axis of the mesh cut the dim that is lost: what is left lies at one of its indices."""
+        return isinstance(how, Shard) and self.dropped is not None and self.order[self.dropped] == how.dim
+
     def placed(self, how: Shard | Replicate) -> Shard | Replicate:
         """What becomes of a placement."""
         if not isinstance(how, Shard) or how.dim not in self.order:
             return how
         dim = self.order.index(how.dim)
+        if self.dropped is not None and dim >= self.dropped:
+            return Shard(dim - 1)
         return Shard(dim + (self.stacked is not None and dim >= self.stacked[0]))
 
 
@@ -127,7 +146,7 @@ def mapped(catalog: Catalog, rules: Sequence[NameRule]) -> Catalog:
         key = (old.role if move.stacked else move.number, move.name) if move.stacked or move.cut else len(tensors)
         if key not in numbers:
             numbers[key] = len(tensors)
-            placement = tuple((axis, move.placed(how)) for axis, how in old.placement)
+            placement = tuple((axis, move.placed(how)) for axis, how in old.placement if not move.loses(how))
             tensors.append(replace(old, name=move.name, shape=move.shape(old.shape), placement=placement))
             replicas.append(catalog.replicas[move.number])
         target.append(numbers[key])
@@ -161,8 +180,11 @@ def _moves(catalog: Catalog, rules: Sequence[NameRule]) -> Iterator[_Move]:
 def _by_rule(
     rule: NameRule, words: Mapping[str, str], move: _Move, tensor: Tensor, suffix: str
 ) -> Iterator[_Move]:  # fmt: skip
-    names = [_FIELD.sub(lambda found: words[found[1]], target) + suffix for target in rule.targets]
     shape = move.shape(tensor.shape)
+    if rule.unstack is not None:
+        yield from _layers(rule, words, move, shape, suffix)
+        return
+    names = [_FIELD.sub(lambda found: words[found[1]], target) + suffix for target in rule.targets]
     if rule.stack is not None and rule.stack <= len(shape):
         yield replace(move, name=names[0], stacked=(rule.stack, int(words["n"]), 0))
     elif len(names) == 1:
@@ -171,6 +193,20 @@ def _by_rule(
         yield from _cuts(rule, move, names, sizes)
     else:
         yield replace(move, order=tuple(range(len(shape))))
+
+
+def _layers(
+    rule: NameRule, words: Mapping[str, str], move: _Move, shape: Sequence[int], suffix: str
+) -> Iterator[_Move]:  # fmt: skip
+    """Every index of a dim as a tensor of its own."""
+    dim = rule.unstack if rule.unstack is not None and rule.unstack < len(shape) else None
+    if dim is None or shape[dim] > MAX_LAYERS:
+        yield replace(move, order=tuple(range(len(shape))))
+        return
+    for number in range(shape[dim]):
+        own = {**words, "n": str(number)}
+        name = _FIELD.sub(lambda found, own=own: own[found[1]], rule.targets[0]) + suffix  # type: ignore[misc]
+        yield replace(move, name=name, cut=(dim, number, number + 1), into=(0, 1), dropped=dim)
 
 
 def _cuts(rule: NameRule, move: _Move, names: Sequence[str], sizes: Sequence[int]) -> Iterator[_Move]:
@@ -243,6 +279,8 @@ def _add(pieces: PiecesBuilder, catalog: Catalog, piece: Piece, move: _Move, num
             start.insert(dim, place)
             stop.insert(dim, place + 1)
             steps.insert(dim, 1)
+        if move.dropped is not None:
+            del start[move.dropped], stop[move.dropped], steps[move.dropped]
         at = piece.offset + offset * tensor.dtype.stored_bits // 8
         pieces.add(number, piece.file, at, Box(tuple(start), tuple(stop)), piece.coordinate, replica=piece.replica,
                    key=piece.key, strides=steps)  # fmt: skip
@@ -254,7 +292,12 @@ def _renamed(found: Catalog, before: Catalog, moves: Sequence[_Move]) -> Catalog
     for move in moves:
         names[before.tensors[move.number].name].setdefault(move.name)
     first = {name: next(iter(new)) for name, new in names.items()}
-    scalars = tuple(replace(one, tensor=first.get(one.tensor, one.tensor)) for one in before.scalars)
+    apart = {before.tensors[move.number].name for move in moves if move.dropped is not None}
+    scalars = tuple(
+        replace(one, tensor=name)
+        for one in before.scalars
+        for name in (names[one.tensor] if one.tensor in apart else (first.get(one.tensor, one.tensor),))
+    )
     groups = tuple(
         one if one.parameters is None
         else replace(one, parameters=tuple(dict.fromkeys(n for old in one.parameters for n in names.get(old, (old,)))))

@@ -34,7 +34,8 @@ def test_a_healthy_run_has_no_findings():
 def test_what_arrays_are():
     catalog = catalog_of(RUN, 4)
     parameters = {tensor.name for tensor in catalog.tensors if tensor.role is Role.PARAMETER}
-    assert parameters == {"embeddings.weight", "transformer.layers.up.weight", "transformer.layers.up.bias"}
+    layers = {f"transformer.layers.{n}.up.{name}" for n in (0, 1) for name in ("weight", "bias")}
+    assert parameters == {"embeddings.weight", *layers}
     for role in (Role.FIRST_MOMENT, Role.SECOND_MOMENT):
         assert {tensor.name for tensor in catalog.tensors if tensor.role is role} == parameters
     assert {s.value for s in catalog.scalars if s.name == "optimizer_step"} == {4.0}
