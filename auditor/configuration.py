@@ -243,7 +243,7 @@ _MAP_KEYS = frozenset({"from", "to", "transpose", "stack", "split", "sizes", "gr
 
 
 def name_map(configuration: Mapping[str, Any]) -> tuple[NameRule, ...]:
-    """``[[map]]``: ``from`` and ``to``; ``transpose``, ``stack``, ``unstack``, ``split``, ``sizes``, ``groups`` at will.
+    """``[[map]]``: ``from`` and ``to``; ``transpose``, ``stack``, ``unstack``, ``split``, ``sizes``, ``groups``.
 
     Raises:
         UsageError: an unknown key, or a rule that can't be followed.
