@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from auditor.model.catalog import Catalog
 from auditor.model.mesh import Replicate, Shard
+from auditor.model.optimizer import ParameterGroup
 from auditor.storage.store import Entry, Store, base_name
 
 MAX_RANKS = 1 << 17
@@ -96,6 +97,9 @@ class Options:
 
     placement: Mapping[str, Sequence[tuple[str, Shard | Replicate]]] = field(default_factory=dict)
     """Mesh axis to pairs of (tensor name glob, placement); the first glob that fits wins over the adapter's rules."""
+
+    optimizer: ParameterGroup | None = None
+    """What the user says of the optimizer, for checkpoints that record no parameter group (optax states)."""
 
     names_only: bool = False
     """Open only the files that say which others must be there."""

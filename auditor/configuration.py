@@ -19,13 +19,14 @@ from auditor.model.mesh import AXIS_ORDER, Coordinate, Replicate, Shard
 from auditor.model.name_map import NameRule
 from auditor.model.waiver import Known, Waiver
 from auditor.settings import Level, Settings, StepChoice
+from auditor.stated_optimizer import stated_optimizer
 
 NAMES = (
     "steps", "level", "select", "ignore", "tensors", "fail_on", "strict", "strict_buffers", "settle", "threads",
     "baseline", "kernels", "scheduler", "max_bytes_per_second", "ledger", "bisect",
 )  # fmt: skip
 """Choices that flags, environment (``AUDITOR_…``) and files can state."""
-TABLES = ("placement", "waive", "map")
+TABLES = ("placement", "optimizer", "waive", "map")
 """What only files can state."""
 
 
@@ -51,7 +52,7 @@ def make_settings(flags: Mapping[str, Any], file: Path | None = None) -> Setting
         StepChoice(choices.text("steps", "")), choices.member("level", Level, None), selected, ignored,
         choices.text("tensors", ""), choices.member("fail_on", Severity, Severity.ERROR), choices.truth("strict"),
         choices.truth("strict_buffers"), parse_seconds(choices.text("settle", "10m")), choices.count("threads"),
-        placement_options(table), waivers(table), name_map(table),
+        replace(placement_options(table), optimizer=stated_optimizer(table)), waivers(table), name_map(table),
         read_baseline(Path(baseline)) if baseline else frozenset(),
         kernels=choices.word("kernels", ("auto", "numpy", "numba")), scheduler=choices.text("scheduler", ""),
         max_bytes_per_second=parse_bytes(choices.text("max_bytes_per_second", "0")), ledger=choices.text("ledger", ""),

@@ -28,6 +28,7 @@ from auditor.observe.one_pass import Pass, begin, wanted_rows
 from auditor.observe.shares import Everything, Runner
 from auditor.reports import REACHED, RunReport, StepReport, unread
 from auditor.settings import Level, Settings
+from auditor.stated_optimizer import with_stated
 from auditor.storage.store import Store, num_readers
 from auditor.succession import NOTHING_ASKED, Asking, Succession, as_listed, with_joints
 from auditor.timeline.last_good import NEEDED
@@ -124,7 +125,10 @@ class StepAudit:
             if level >= Level.REPLICAS
             else None
         )
-        evidence = StepEvidence(catalog, observations, unread(level), self.settings.strict_buffers, named, witness)
+        rates = self.succession.rates.get(catalog.format, frozenset())
+        evidence = StepEvidence(
+            catalog, observations, unread(level), self.settings.strict_buffers, named, witness, rates
+        )
         judgements = self.judge(evidence, level, self.judged)
         items = self.reached(level, self.judged)
         judgements |= self.succession.judge(evidence, items, begun.repeated, begun.asking)
@@ -151,6 +155,7 @@ class StepAudit:
         if level > Level.NAMES:
             read_ahead(self.store, self.listing.files(source))
         full = source.adapter.read(self.store, source.folder, source.match, options)
+        full = with_stated(full, options.optimizer)
         return full, full.only(self.settings.wants_tensor) if self.settings.tensors else full
 
     def judge(self, evidence: StepEvidence, level: Level, items: Sequence[Invariant]) -> dict[str, Judgement]:
@@ -188,7 +193,7 @@ class StepAudit:
         repeated: Mapping[str, Judgement] | None = None,
     ) -> Asking:  # fmt: skip
         """What is to be read of a step and the save before it in lock-step."""
-        most = math.inf if level >= Level.FULL or num_readers(self.store) == 1 else MOST_BYTES
+        most = math.inf if level >= Level.FULL or num_readers(self.store) <= 1 else MOST_BYTES
         # What a ledger knows is in no share.
         most = 0 if known and not isinstance(self.runner, Everything) else most
         items = self.reached(level, self.judged)

@@ -59,6 +59,8 @@ class Succession:
     """The newest that was measured."""
     history: dict[str, History] = field(default_factory=dict)
     doubted: dict[str, frozenset[str]] = field(default_factory=dict)
+    rates: dict[str, frozenset[object]] = field(default_factory=dict)
+    """The betas that all saves so far record."""
 
     def beside(
         self, after: StepEvidence, items: Sequence[Invariant], said: Mapping[str, Judgement], most_bytes: float, *,
@@ -117,6 +119,8 @@ class Succession:
             return
         self.history.setdefault(name, History()).add(known, evidence)
         self.before[name] = evidence
+        betas = (group.hyperparameters.get("betas") for group in evidence.catalog.groups)
+        self.rates[name] = self.rates.get(name, frozenset()) | frozenset(betas)
         severities = {item.id: item.severity for item in items}
         places = [
             location

@@ -63,6 +63,19 @@ def of_the_save_before(run, *roles):
         rewrite(run, 40, WEIGHT, role, lambda bits, left=left: taken(left, len(bits)))
 
 
+def overwritten(run):
+    """One element holds what no optimizer makes of it between two saves, alike in all that is stored of it."""
+    for role, bits in (("master", float32_bits(1.5)), ("parameter", float32_bits(1.5) >> 16)):
+        poke(run, 40, WEIGHT, role, value=bits)
+
+
+def half_of_the_save_before(run):
+    """Each rank's part of a moment ends as it was in the save before."""
+    kept = []
+    rewrite(run, 30, WEIGHT, "first_moment", lambda bits: kept.append(bits) or bits)
+    rewrite(run, 40, WEIGHT, "first_moment", lambda bits: np.where(np.arange(len(bits)) < 64, bits, kept.pop(0)))
+
+
 def of_another_rank(run):
     name = LAYER.replace("_01-model_states", "_00-model_states")
     shutil.copy(step_folder(run) / name, step_folder(run) / LAYER)
@@ -108,6 +121,12 @@ FAULTS = {
     # Two statements about different tensors of the file: the replicated ones, and those of one rank alone.
     "a layer file of another step": ("REP001, CST001", lambda run: of_another_step(run, LAYER, 20)),
     "a weight's moments of the save before": ("MOT003", lambda run: of_the_save_before(run, "first_moment")),
+    "second moments of an earlier time": (
+        "MOT009",
+        lambda run: rewrite(run, 40, WEIGHT, "second_moment", as_float(lambda x: x * np.float32(0.7))),
+    ),
+    "a weight and its master overwritten": ("MOT010", overwritten),
+    "half of a moment of the save before": ("MOT012", half_of_the_save_before),
     "a layer file of another rank": ("INT006", of_another_rank),
     "a pointer to nothing": ("INT003", lambda run: (run / "latest").write_text("global_step50")),
 }

@@ -69,6 +69,7 @@ _OTHERWISE = re.compile(
 )
 _OTHERS_KEYS = frozenset({"d", "d_coef", "growth_rate", "freeze_step", "var_freeze_step"})
 """Hyperparameters that tell of another recursion where no class is recorded: D-Adaptation, 1-bit Adam."""
+NO_GROUP = "no parameter group is recorded; [optimizer] in auditor.toml may state it"
 _FEW = 4
 """Of fewer tensors, that most violate the bound says nothing about the optimizer."""
 
@@ -124,7 +125,7 @@ def _of_groups(first: int, second: int, groups: Sequence[ParameterGroup]) -> _As
     kinds = {re.sub("[^a-z0-9]", "", group.optimizer.rpartition(".")[2].lower()) for group in groups}
     rates = {betas(group) for group in groups}
     if not groups:
-        return replace(asked, reason="no parameter group is recorded")
+        return replace(asked, reason=NO_GROUP)
     if any(_OTHERWISE.search(kind) for kind in kinds):
         return replace(asked, reason="its optimizer does not keep two plain moving averages", applies=False)
     if any(_OTHERS_KEYS & group.hyperparameters.keys() for group in groups):
@@ -161,6 +162,9 @@ def first_moment_is_within_the_second(evidence: StepEvidence) -> Judgement:
         num_judged += 1
         if not beyond:
             found.num_holds += 1
+            continue
+        if evidence.rates_before - {group.hyperparameters.get("betas") for group in catalog.groups}:
+            found.unknown("its betas were changed since an earlier save", name)
             continue
         anonymous += [] if asked.known_class else [len(found.violations)]
         found.violations.append(_beyond(evidence, asked, beyond, whole, doubted))
@@ -333,8 +337,9 @@ INVARIANTS = (
         source="Cauchy-Schwarz on Adam's sums (Kingma and Ba, arXiv 1412.6980); facebookresearch/fairscale#380",
         example="the moments of 3.mlp.dense_4h_to_h.weight don't belong together: |first| is up to 512 times the root "
                 "of the second, at most 7.27 is possible (1 of 1024 elements)",
-        misses="Moments of another parameter or step with gradients of about the same size. Betas that were changed "
-               "during the run are recorded as they are now: the bound may then be too wide or too narrow.",
+        misses="Moments of another parameter or step with gradients of about the same size. Where an earlier "
+               "save that was looked at records other betas, what is beyond is undetermined; where none is, betas are "
+               "taken to have been those that are recorded.",
         hint="Don't resume from this step with this state. If most tensors are named and no class of optimizer is "
              "recorded, see first whether it is Adam at all, and whether betas were changed some steps before.",
         needs=Needs.WEIGHTS, judge_step=first_moment_is_within_the_second, pairings=moment_pairings, one_fault=True,

@@ -134,6 +134,8 @@ class StepEvidence:
     """The step that the folder's name tells, in a form that the framework itself uses, beside a recorded one."""
     witness: Witness | None = None
     """What the ranks held in memory, where the hook left it."""
+    rates_before: frozenset[object] = frozenset()
+    """The betas that earlier saves record."""
 
 
 def step_state(catalog: Catalog, modified: float) -> StepState:

@@ -25,8 +25,9 @@ TILE = 1024
 """Elements that are looked at together, while they lie in the L1 cache."""
 MAX_SIDES, NUM_NUMBERS = 5, 6
 """Of a joint; addresses of its sides' elements, and of its constants."""
-_LOOSE = 0.999999
-"""What is allowed, as it is looked for: far from what rounding in 53 bits could change."""
+_LOOSE, _LOOSER = 1 - 1e-11, 1 - 1e-6
+"""What is allowed, as it is looked for: far from what rounding in 53 bits could change; the second where what is found
+is a difference of what is nearly the same, and allowed are some roundings of 24 bits."""
 _SINGLE, _TINY = 2.0**-24, 2.0**-126
 
 
@@ -67,9 +68,9 @@ class _Writer:
     def larger(self, one: Value, other: Value) -> Value:
         return self.b.select(self.b.fcmp_ordered(">", one, other), one, other)
 
-    def beyond(self, found: Value, allowed: Value) -> Value:
+    def beyond(self, found: Value, allowed: Value, loose: float = _LOOSE) -> Value:
         """Where something is more than is allowed; nowhere where either is no number."""
-        return self.b.fcmp_ordered(">", found, self.b.fmul(allowed, self.all(_LOOSE)))
+        return self.b.fcmp_ordered(">", found, self.b.fmul(allowed, self.all(loose)))
 
 
 def _decay(w: _Writer, sides: Sequence[Value]) -> Value:
@@ -123,7 +124,7 @@ def _variance(w: _Writer, sides: Sequence[Value]) -> Value:
     allowed = w.product(rest2, w.sum(w.product(w.all(2.0), size, off), w.product(off, off)))
     rounding = w.product(w.all(8.0), u, w.sum(second, second_before))
     allowed = w.sum(allowed, rounding, w.product(twice, w.sum(square, second_before)), w.all(4 * _TINY))
-    return w.beyond(w.size(w.b.fsub(second, wanted)), allowed)
+    return w.beyond(w.size(w.b.fsub(second, wanted)), allowed, _LOOSER)
 
 
 def _update(w: _Writer, sides: Sequence[Value]) -> Value:
@@ -134,7 +135,7 @@ def _update(w: _Writer, sides: Sequence[Value]) -> Value:
     kept = w.product(old, w.b.fsub(w.all(1.0), w.product(rate, weight_decay)))
     allowed = w.product(w.all(4.0), u, w.sum(w.size(old), w.size(new)))
     allowed = w.sum(allowed, w.product(w.all(1e-4), w.size(step)), w.all(_TINY))
-    return w.beyond(w.size(w.b.fsub(new, w.b.fsub(kept, step))), allowed)
+    return w.beyond(w.size(w.b.fsub(new, w.b.fsub(kept, step))), allowed, _LOOSER)
 
 
 _Mask = Callable[[_Writer, Sequence[Value]], Value]

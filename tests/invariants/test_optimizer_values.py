@@ -240,7 +240,7 @@ def with_group(group, optimizer="", m_scale=1.0, num=1):
 @pytest.mark.parametrize(
     ("group", "optimizer", "reason"),
     [
-        (None, "", "no parameter group is recorded"),
+        (None, "", "no parameter group is recorded; [optimizer] in auditor.toml may state it"),
         ({"lr": 1e-3}, "", "no betas are recorded"),
         ({"betas": (0.9, 0.99, 0.999)}, "", "no betas are recorded"),
         ({"betas": (0.95, 0.9)}, "", "beta1² is not below beta2, so no bound follows"),
