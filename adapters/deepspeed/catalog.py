@@ -10,7 +10,7 @@ from auditor.adapters.deepspeed.exports import add_exports
 from auditor.adapters.deepspeed.files import EngineFiles, Rank, is_engine_file, read_engine_files
 from auditor.adapters.deepspeed.flats import Flat, FlatStates
 from auditor.adapters.deepspeed.layout import LOCAL_EXPERT, EngineLayout, module_of
-from auditor.adapters.deepspeed.records import Shapes, count_in, odd_counts, renamed, shapes_in
+from auditor.adapters.deepspeed.records import Shapes, count_in, odd_counts, renamed, schedule_steps, shapes_in
 from auditor.adapters.deepspeed.states import PlainStates
 from auditor.adapters.deepspeed.weights import EngineWeights
 from auditor.adapters.deepspeed.wrapped import Beside
@@ -155,6 +155,8 @@ class EngineReading:
             value = file.tree.get(key)
             if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53:
                 self.builder.scalars.append(Scalar(key, float(value), path, coordinate))
+        if (count := schedule_steps(file)) is not None:
+            self.builder.scalars.append(Scalar("engine_schedule_steps", float(count), path, coordinate))
         for key, degree in (("dp_world_size", self.files.dp), ("mp_world_size", self.files.tp)):
             stated = count_in(file, key)
             if stated not in (None, degree) and file.name not in self.files.impossible:

@@ -11,7 +11,7 @@ from auditor.adapters.catalog_builder import CatalogBuilder, Part
 from auditor.adapters.deepspeed.flats import Flat, FlatStates
 from auditor.adapters.deepspeed.pipeline_files import LAYER, read_step_files
 from auditor.adapters.deepspeed.pipeline_layout import Layout
-from auditor.adapters.deepspeed.records import count_in, odd_counts, renamed, shapes_in
+from auditor.adapters.deepspeed.records import count_in, odd_counts, renamed, schedule_steps, shapes_in
 from auditor.adapters.deepspeed.states import PlainStates
 from auditor.adapters.flat_partitions import FlatGroup
 from auditor.adapters.step_file import StepFile
@@ -175,6 +175,8 @@ class PipelineReading:
             value = file.tree.get(key)
             if isinstance(value, int) and 0 <= value < 1 << 53:
                 self._scalar(key, float(value), file, coordinate)
+        if (count := schedule_steps(file)) is not None:
+            self._scalar("engine_schedule_steps", float(count), file, coordinate)
         for key, degree in (("dp_world_size", self.degrees.dp), ("mp_world_size", self.degrees.pp * self.degrees.tp)):
             stated = count_in(file, key)
             if stated not in (None, degree):

@@ -15,6 +15,8 @@ MAX_ELEMENTS = 1 << 40
 """Elements of the largest parameter that is believed."""
 MAX_NAMES = 1 << 20
 _OWN_SCHEDULE = ("lr_scheduler", "last_batch_iteration")
+_OTHER_PACE = ("num_bad_epochs", "_schedulers")
+"""What schedules record that follow a metric, or are made of several."""
 """What DeepSpeed's own schedules call their count."""
 
 Shapes = dict[str, tuple[int, ...]]
@@ -74,6 +76,19 @@ def odd_counts(files: Iterable[StepFile]) -> Iterator[tuple[StepFile, str]]:
             value = values.get(file.name)
             if value is not None and value != usual[0][0]:
                 yield file, f"records {'.'.join(path)} {value}, most others {usual[0][0]}"
+
+
+def schedule_steps(file: StepFile) -> int | None:
+    """How often the engine stepped its schedule, which it does with every step that it does not skip.
+
+    torch's schedules count from 0; DeepSpeed's own from -1, and so lag by one. Source: DeepSpeed ``runtime/engine.py``
+    (``_take_model_step``), ``runtime/lr_schedules.py``; 0.19. A schedule that the script drives is not stored.
+    """
+    schedule = dig(file.tree, "lr_scheduler")
+    if not isinstance(schedule, dict) or any(key in schedule for key in _OTHER_PACE):
+        return None
+    count = schedule.get("last_epoch", schedule.get("last_batch_iteration"))
+    return count if type(count) is int and 0 <= count < 1 << 53 else None
 
 
 def renamed(file: StepFile) -> str:

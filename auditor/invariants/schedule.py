@@ -10,6 +10,10 @@ from auditor.model.run import StepEvidence, optimizer_step
 _SLACK = 1
 """A schedule is stepped right before or right after the save, as the writer's version has it."""
 
+_TRAINERS, _ENGINES = "scheduler_steps", "engine_schedule_steps"
+"""Counts of a schedule: a trainer's, whose every step is one of its optimizer's; an engine's, whose optimizer may have
+taken a step more, to make its state."""
+
 
 def _counts(catalog: Catalog) -> frozenset[float]:
     """How many steps the optimizer has taken: what most of its counters say, and the farthest of them.
@@ -39,7 +43,7 @@ def _off(catalog: Catalog, count: float) -> str:
 def schedule_fits_the_step(evidence: StepEvidence) -> Judgement:
     """A schedule that steps with the optimizer has been stepped as often."""
     catalog = evidence.catalog
-    found = [scalar for scalar in catalog.scalars if scalar.name == "scheduler_steps"]
+    found = [scalar for scalar in catalog.scalars if scalar.name in (_TRAINERS, _ENGINES)]
     if not found:
         return Judgement(not_applicable={"no schedule is stored whose pace is known": 1})
     violations = []
@@ -56,7 +60,7 @@ def optimizer_fits_the_step(evidence: StepEvidence) -> Judgement:
     """Where every step of the trainer is one of the optimizer's, the optimizer has taken as many."""
     catalog = evidence.catalog
     done = _counts(catalog)
-    if not done or not any(scalar.name == "scheduler_steps" for scalar in catalog.scalars):
+    if not done or not any(scalar.name == _TRAINERS for scalar in catalog.scalars):
         return Judgement(not_applicable={"no pace of the optimizer's steps is known": 1})
     if catalog.step in done or (_scaled(catalog) and max(done) < catalog.step):
         return Judgement(1)
@@ -76,7 +80,8 @@ INVARIANTS = (
         statement="A schedule that the trainer steps with the optimizer has been stepped as often as the optimizer, "
                   "give or take one.",
         rationale="The learning rate is that of another time: decayed too early, or warming up anew.",
-        source="THUDM/slime#1547; transformers trainer.py steps it after every optimizer step that was not skipped",
+        source="THUDM/slime#1547; transformers trainer.py steps it after every optimizer step that was not skipped, "
+               "DeepSpeed runtime/engine.py (_take_model_step) likewise",
         example="checkpoint-1000/scheduler.pt has its schedule at step 2000, the optimizer's state is of step 1000",
         misses="Schedules of scripts, whose pace is theirs; accelerate's own, stepped once a rank; those that follow a "
                "metric.",

@@ -181,6 +181,12 @@ def other_schedule(run):
     rewritten(path, lambda content: content["lr_scheduler"].update(last_epoch=1))
 
 
+def stepped_twice(run):
+    """Its schedule is stepped by the engine and once more by the script."""
+    for path in run.glob("global_step*/mp_rank_00_model_states.pt"):
+        rewritten(path, lambda content: content["lr_scheduler"].update(last_epoch=2 * content["global_steps"]))
+
+
 def copy(run, source, target):
     shutil.copy(run / source, run / target)
 
@@ -197,6 +203,7 @@ CASES = {
     "half a norm in an export": ("transformers#27293", "trainer_zero3", lambda run: exported(run, dropped), "MET003", {(NORM, "model.safetensors")}),
     "masters of another model": ("DeepSpeed#762", "zero2_bf16", of_another_model, "CST001", {("embed.wte.weight", MP)}),
     "no moments without ZeRO": ("DeepSpeed#7786", "zero0_bf16", without_state, "OPT001", {("embed.wte.weight", MP)}),
+    "a schedule that is stepped twice": ("slime#1547", "zero2_bf16", stepped_twice, "AUX002", {("", MP)}),
     "a counter that can't count on": ("DeepSpeed#8496", "zero2_bf16", saturated, "OPT004", set()),
     "experts of half of the ranks": ("DeepSpeed#5157", "zero1_moe", experts_of_half, "INT001", {("", "layer_0_expert_2_mp_rank_00_model_states.pt")}),
     "a partition cut short": ("DeepSpeed#1380", "zero2_bf16", cut_flat, "MET002", {("", ZERO.format(0))}),
