@@ -92,7 +92,7 @@ def test_tied_embedding_is_compared_over_stages_and_its_siblings_are_not():
     # Sharded over tp, the tied weight's master and moments are replicas over pp alone: 3 of them are judged.
     judged = found.runs[0].steps[0].judgements["REP001"]
     assert judged.num_holds > 64
-    assert "stored once along pp: other replicas are not on disk" in judged.undetermined
+    assert "stored once along pp: other replicas are not on disk (auditor.hooks witnesses them)" in judged.undetermined
 
 
 def test_expected_truth_is_what_its_script_finds_with_torch_alone(truth):

@@ -138,7 +138,8 @@ def open_data(
 ) -> Opened[None]:
     """A data file, with all its items opened; what is wrong with it is in its state."""
     if file.name not in folder.files:
-        return Opened.absent(file.name)
+        what = "an item" if len(file.rows) == 1 else f"{len(file.rows)} items"
+        return Opened(file.name, FileState.MISSING, None, f"it is not there; the index places {what} in it")
     if unknown := [transform for extension in sorted(file.transforms - CODECS.keys()) for transform in extension]:
         how = f"its items went through extensions that are not known here: {', '.join(unknown)[:200]}"
         entry = folder.files[file.name]

@@ -178,7 +178,7 @@ TORN = LikelyCause(
 INVARIANTS = (
     Invariant(
         "INT001", "rank-file-missing", Severity.ERROR,
-        statement="Every file that the recorded mesh sizes imply is there.",
+        statement="Every file that the recorded mesh sizes imply, or that an index names, is there.",
         rationale="A step that lacks one rank's file cannot be resumed, or resumes with random numbers in its place.",
         source="huggingface/transformers#35782; sgl-project/sglang#32279",
         example="layer_03-model_01-model_states.pt: it is not there",

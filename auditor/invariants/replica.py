@@ -54,7 +54,8 @@ def _reasons(tensor: Tensor, known: InMemory) -> list[str]:
     """Why something of a tensor's replicas is not known; empty where the witness saw all of them."""
     if known.num_places and not known.undetermined:
         return []
-    once = f"stored once along {', '.join(tensor.stored_once)}: other replicas are not on disk"
+    axes = ", ".join(tensor.stored_once)
+    once = f"stored once along {axes}: other replicas are not on disk (auditor.hooks witnesses them)"
     doubt = known.undetermined if known.num_places or tensor.stored_once else ""
     return [*filter(None, (doubt or tensor.undetermined, once if tensor.stored_once else ""))]
 

@@ -170,7 +170,7 @@ def test_what_is_stored_once_is_undetermined_and_what_every_rank_has_a_part_of_i
         (run,) = audit(LocalStore(FIXTURES / variant), Settings(select=("REP001",))).runs
         assert run.steps[-1].judgements["REP001"].num_holds == 0
         ((key, _count),) = [item for item in run.undetermined().items() if item[0][0] == "REP001"]
-        assert key[1] == "stored once along rank: other replicas are not on disk"
+        assert key[1] == "stored once along rank: other replicas are not on disk (auditor.hooks witnesses them)"
 
 
 def test_world_size_is_told_by_files_and_empty_ones_count():

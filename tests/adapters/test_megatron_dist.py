@@ -201,7 +201,7 @@ def test_what_is_replicated_is_undetermined_because_it_is_stored_once():
     assert once("ep2") == {("ep",): 8, (): 8}
     judged = audited(objects_of(FIXTURES / "tp2")).steps[-1].judgements["REP001"]
     assert (judged.num_holds, [*judged.undetermined]) == (
-        0, ["stored once along tp: other replicas are not on disk"],
+        0, ["stored once along tp: other replicas are not on disk (auditor.hooks witnesses them)"],
     )  # fmt: skip
 
 

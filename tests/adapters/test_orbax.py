@@ -244,7 +244,7 @@ def test_stripes_that_fit_no_rule_have_no_place(shape, chunk, written, spec):
 def test_stored_once_is_undetermined():
     (step,) = audited("deep").steps
     (reason,) = step.judgements["REP001"].undetermined
-    assert reason == "stored once along data: other replicas are not on disk"
+    assert reason == "stored once along data: other replicas are not on disk (auditor.hooks witnesses them)"
 
 
 def test_a_replica_with_other_gradients_shows_in_its_stripes():

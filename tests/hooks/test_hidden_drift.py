@@ -77,7 +77,7 @@ def test_without_the_witness_nothing_of_it_is_on_disk(run):
     assert found.findings == []
     assert exit_code(report) is ExitCode.HOLDS
     reasons = {reason for _, reason in found.undetermined()}
-    assert "stored once along rank: other replicas are not on disk" in reasons
+    assert "stored once along rank: other replicas are not on disk (auditor.hooks witnesses them)" in reasons
 
 
 def test_the_healthy_twin_holds_and_nothing_is_undetermined():
