@@ -22,6 +22,8 @@ _KEY = re.compile(r"(?:\w{1,40}_)?(?:layers|blocks)|layer|block|h|stacked|[Ss]ca
 MAX_LAYERS = 1024
 MAX_PIECES = 1 << 20
 """That a Catalog may have afterwards."""
+MAX_TRIES = 1 << 18
+"""Rules times tensors. A model has a few dozen kinds of arrays a layer."""
 _VECTOR, _MATRIX = 2, 3
 """Dims of what a layer holds as a vector, and as a matrix."""
 
@@ -38,7 +40,7 @@ def unstacked(catalog: Catalog) -> Catalog:
         if dim is not None and _is_worth_it(catalog, {tensor.name for tensor in members}, dim):
             depths[prefix] = members[0].shape[dim]
             rules += [_rule(prefix, tensor.name, dim) for tensor in members]
-    if not rules:
+    if not rules or len(rules) * len(catalog.tensors) > MAX_TRIES:
         return catalog
     return _in_order(mapped(catalog, rules), depths, {tensor.name: tensor.order for tensor in catalog.tensors})
 
@@ -105,8 +107,9 @@ def _place(
     tensor: Tensor, depths: dict[str, int], firsts: dict[str, int], before: dict[str, int]
 ) -> tuple[int, int, int]:
     """Where the tensor's stack was, its layer, and where its array was."""
-    for prefix in depths:
-        layer, dot, _ = tensor.name.removeprefix(f"{prefix}.").partition(".")
-        if tensor.name.startswith(f"{prefix}.") and dot and layer.isdecimal() and tensor.name not in before:
-            return firsts.get(prefix, tensor.order), int(layer), tensor.order
+    parts = tensor.name.split(".") if tensor.name not in before else []
+    for at, part in enumerate(parts[:-1]):
+        prefix = ".".join(parts[: at + 1]) if _KEY.fullmatch(part) and parts[at + 1].isdecimal() else ""
+        if prefix in depths:
+            return firsts.get(prefix, tensor.order), int(parts[at + 1]), tensor.order
     return tensor.order, -1, tensor.order

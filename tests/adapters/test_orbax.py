@@ -180,6 +180,15 @@ def test_elements_of_fewer_than_eight_bits_are_values():
     assert extrema == {"int4": (-4.0, 3.0), "float4_e2m1fn": (-4.0, 3.0), "int2": (0.0, 1.0)}
 
 
+def test_random_keys_are_objects_and_no_weights():
+    """A typed key is told by array_metadatas alone, a legacy one by its name and form."""
+    catalog = catalog_of(FIXTURES / "dtypes" / "1")
+    found = {tensor.name: tensor for tensor in catalog.tensors if tensor.dtype.name == "uint32"}
+    assert {name.rpartition(".")[2]: tensor.role for name, tensor in found.items()} == {
+        "rng": Role.OBJECT, "legacy": Role.OBJECT
+    }  # fmt: skip
+
+
 # Meshes and mosaics
 
 

@@ -126,6 +126,13 @@ def test_layers_among_each_other_in_large_compressed_chunks_stay():
     assert len(names(mapped(catalog, [rule]))) == 8
 
 
+def test_thousands_of_stacks_are_no_model():
+    """So many rules, each tried on each tensor, would take minutes."""
+    one = {"w": np.zeros((2, 1, 3), np.float32), "b": np.zeros((2, 1), np.float32)}
+    many = {f"m{number}": {"layers": one} for number in range(600)}
+    assert len(names(catalog_of(store_of({"params": many})))) == 1200
+
+
 @pytest.mark.parametrize(
     "rule", [NameRule("a.{n}", ("b.{n}",), unstack=0), NameRule("a", ("b",), unstack=0),
              NameRule("a", ("b.{n}", "c.{n}"), unstack=0), NameRule("a", ("b.{n}",), unstack=0, stack=0)],
