@@ -18,7 +18,7 @@ from typing import NamedTuple
 from auditor.containers.damage import DamagedError, LimitError
 
 MAX_DEPTH = 64
-MAX_NODES = 1 << 20
+MAX_NODES = 1 << 18
 """Of one tree; the children of a node may be shared, so that few bytes can stand for many."""
 MAX_NAME_BYTES = 4096
 _KIND, _CHILDREN, _NAMES, _AUXILIARY = 0, 1, 2, 4

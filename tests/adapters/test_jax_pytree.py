@@ -10,6 +10,7 @@ import pytest
 
 from auditor.adapters.jax_pytree import DEFINITION, JaxPytree
 from auditor.audit import audit
+from auditor.containers import jax_treedef
 from auditor.containers.damage import DamagedError, LimitError
 from auditor.containers.jax_treedef import leaves_of
 from auditor.model.catalog import Role
@@ -137,23 +138,14 @@ def test_the_tree_that_jax_wrote():
     assert paths[:3] == [("narrow", "0"), ("narrow", "1"), ("nothing",)]
 
 
-def table(*children, kind=1):
-    """A node whose children lie at the distances given from the vector's entries."""
-    fields = struct.pack("<4H", 8, 16, 4, 8)
-    vector = struct.pack("<I", len(children)) + b"".join(struct.pack("<I", at) for at in children)
-    return struct.pack("<I", 12) + fields + struct.pack("<ibxxxI", 8, kind + 1, 4) + vector
-
-
-def test_children_that_share_a_node_are_bounded():
-    """Forty nodes, each twice the child of the one before: 2^40 paths in a thousand bytes."""
-    node = struct.pack("<4H", 8, 16, 4, 8)
-    raw = struct.pack("<I", 4 + len(node))
-    for _ in range(40):
-        # The node, its vector of two entries, then the next node's fields.
-        raw += node + struct.pack("<ib3xI", 8, 2, 4 + 4) + b"\0" * 4 + struct.pack("<III", 2, 16, 12)
-    raw += node + struct.pack("<ib3xI", 8, 0, 0)
-    with pytest.raises((LimitError, DamagedError)):
-        list(leaves_of(raw))
+def test_children_that_share_a_node_are_bounded(monkeypatch):
+    """Forty tuples, each twice the child of the one before: 2^40 paths in a thousand bytes."""
+    node = struct.pack("<4H", 8, 12, 4, 8) + struct.pack("<ib3xI", 8, 2, 4) + struct.pack("<III", 2, 16, 12)
+    leaf = struct.pack("<4H", 8, 12, 4, 0) + struct.pack("<ib3xI", 8, 0, 0)
+    assert len(list(leaves_of(struct.pack("<I", 12) + 3 * node + leaf))) == 8
+    monkeypatch.setattr(jax_treedef, "MAX_NODES", 1000)
+    with pytest.raises(LimitError):
+        list(leaves_of(struct.pack("<I", 12) + 40 * node + leaf))
 
 
 @pytest.mark.parametrize("cut", range(0, 700, 37))
