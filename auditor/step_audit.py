@@ -36,9 +36,9 @@ from auditor.witnesses import witness_of
 
 Progress = Callable[[str, int], None]
 """Told the step's path and the bytes just read."""
-MOST_BYTES = 128 << 20
-"""Of two saves together that are read beside each other below level full where storage is far away: to fetch every save
-twice would cost more than the rest of the audit."""
+NEAR_BYTES, FAR_BYTES = 2 << 30, 128 << 20
+"""Of two saves together that are read beside each other below level full, from local disks and where storage is far
+away: seconds. It takes longer than all else at that level, of which every byte is read once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ class StepAudit:
         repeated: Mapping[str, Judgement] | None = None,
     ) -> Asking:  # fmt: skip
         """What is to be read of a step and the save before it in lock-step."""
-        most = math.inf if level >= Level.FULL or num_readers(self.store) <= 1 else MOST_BYTES
+        most = math.inf if level >= Level.FULL else NEAR_BYTES if num_readers(self.store) <= 1 else FAR_BYTES
         # What a ledger knows is in no share.
         most = 0 if known and not isinstance(self.runner, Everything) else most
         items = self.reached(level, self.judged)

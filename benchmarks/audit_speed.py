@@ -30,7 +30,10 @@ from auditor.cli import TURN_SECONDS
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 
-LEVELS = {"replicas": Level.REPLICAS, "values": Level.VALUES}
+LEVELS = {"replicas": Level.REPLICAS, "values": Level.VALUES, "beside": Level.VALUES}
+"""``values``: every byte once, as for saves of more than 2 GiB; ``beside``: each save also with the one before it."""
+ELEMENTWISE = ("MOT009", "MOT010", "MOT011", "MOT012", "MOT013")
+"""What is judged element by element over two saves."""
 DETERMINED = ("CST001", "OPT011", "REP001", "NUM001")
 """What a run without damage must hold in every step: what is not judged is cheap."""
 PLAIN = "plain read"
@@ -46,10 +49,11 @@ class Checks:
 
     def action(self, level: str, kernels: str, threads: int) -> Callable[[], None]:
         def check() -> None:
-            settings = Settings(level=LEVELS[level], threads=threads, kernels=kernels)
+            ignore = () if level == "beside" else ELEMENTWISE
+            settings = Settings(level=LEVELS[level], threads=threads, kernels=kernels, ignore=ignore)
             run = audit(LocalStore(self.folder), settings).runs[0]
             assert not run.findings, run.findings[0].message
-            if level == "values":
+            if LEVELS[level] is Level.VALUES:
                 for step in run.steps:
                     lacking = [name for name in DETERMINED if not step.judgements[name].num_holds]
                     assert not lacking, f"step {step.state.step}: {lacking} is not determined"
@@ -131,7 +135,7 @@ def cold(checks: Checks, kernels: str, threads: int, repetitions: int) -> None:
 def peaks(folder: Path, kernels: list[str], threads: int) -> None:
     """Peak memory of processes that check a run."""
     size = size_of(folder) / 2**30
-    for level in LEVELS:
+    for level in ("replicas", "values"):
         for name in kernels:
             peak = peak_mib(folder, level, name, threads)
             print(f"{size:6.2f} GiB, {threads} thread(s)  {level:10} {name:6} peak RSS {peak:6.0f} MiB")
