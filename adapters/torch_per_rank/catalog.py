@@ -289,6 +289,10 @@ class PerRankReading:
         """Records of parts that can't be placed; that they are there must show."""
         for key in dict.fromkeys(key for state in self.states.values() for key in state.parts):
             self.builder.tensor(self._name(key), Role.OBJECT, FLOAT32, (0,), 1 << 41, undetermined=self.doubt)
+        kinds = {key: kind for state in self.states.values() for key, kind in state.unread.items()}
+        for key, kind in kinds.items():
+            reason = f"its elements can't be read: {kind}"
+            self.builder.tensor(self._name(key), Role.OBJECT, FLOAT32, (0,), 1 << 41, undetermined=reason)
 
     # Optimizer and ties
 

@@ -22,7 +22,7 @@ from auditor.containers.torch_zip import MAX_DIMS, StoredTensor
 from auditor.model.mesh import Placement, Replicate, Shard
 from auditor.model.region import Box
 
-_PARTS = frozenset({"DTensor", "ShardedTensor", "_rebuild_wrapper_subclass"})
+_PARTS = frozenset({"DTensor", "ShardedTensor"})
 _MAX_SPANS = 1 << 8
 """Boxes of one part: as many as the degrees of what is cut once more."""
 _MAX_BOXES = 1 << 20

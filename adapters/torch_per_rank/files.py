@@ -11,6 +11,7 @@ from auditor.adapters.adapter import MAX_RANKS, Folder
 from auditor.adapters.optimizer_index import IndexedState, indexed_state
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.torch_per_rank.distributed import PartReader, flat_state, is_part
+from auditor.adapters.torch_per_rank.inner import inner_tensors, is_tensor, kind_of
 from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.dtype import Kind
@@ -24,7 +25,9 @@ AVERAGES = ("ema", "model_ema", "ema_model", "ema_state_dict", "state_dict_ema",
 STEPS = ("step", "iteration", "global_step", "global_steps")
 _SETTINGS = ("args", "config", "cfg", "hparams", "hyper_parameters")
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size", "tensor_parallel_size",
-          "pipeline_parallel_size", "tp_size", "pp_size", "tp", "pp")  # fmt: skip
+          "pipeline_parallel_size", "tp_size", "pp_size", "tp", "pp", "local_steps", "sync_every", "diloco_sync_steps",
+          "zero_stage")  # fmt: skip
+"""Above 1 each of these lets ranks hold what others don't: parts, or weights that they average now and then."""
 _BUFFER = re.compile(r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked)")
 _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
@@ -81,6 +84,8 @@ class RankState:
     """Keys of records that say that the file holds a part, of which it is not known where it lies."""
     path: str = ""
     """Where the state dict is in the file, with a dot."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Key to the kind of tensor that it is, where its elements can't be read."""
     reader: PartReader = field(default_factory=PartReader)
     """What the file's records of parts have in common."""
     optimizer: IndexedState | None = None
@@ -189,13 +194,18 @@ def lost_keys(states: Mapping[int, RankState]) -> tuple[int, tuple[str, ...]] | 
 def _state_dict(tree: Mapping[Any, Any], path: str, reader: PartReader) -> RankState:
     tensors: dict[str, StoredTensor] = {}
     unplaced: list[str] = []
+    unread: dict[str, str] = {}
     for key, value in tree.items():
         tensor = value if isinstance(value, StoredTensor) else reader.read(value)
         if isinstance(key, str) and tensor is not None:
             tensors[key] = tensor
         elif isinstance(key, str) and is_part(value):
             unplaced.append(key)
-    return RankState(tensors, unplaced, path)
+        elif isinstance(key, str) and isinstance(value, Opaque) and is_tensor(value):
+            inside = inner_tensors(value)
+            tensors |= {f"{key}.{name}": tensor for name, tensor in inside.items()}
+            unread |= {} if inside else {key: kind_of(value)}
+    return RankState(tensors, unplaced, path, unread=unread)
 
 
 def recorded(file: StepFile, *keys: str) -> int | None:
@@ -208,7 +218,12 @@ def recorded(file: StepFile, *keys: str) -> int | None:
 
 
 def parallel_setting(file: StepFile) -> str:
-    """A recorded setting by which ranks hold different parts."""
+    """A recorded setting, or a name, by which ranks hold different parts or weights of their own."""
+    for inside in filter(None, map(file.tree.get, _MODELS)):
+        named = inside.items() if isinstance(inside, dict) else ()
+        flat = (name for name, value in named if isinstance(name, str) and isinstance(value, StoredTensor))
+        for name in filter(_FLAT.fullmatch, flat):
+            return f"{name} is FSDP's: of flat parameters each rank has a part"
     for key in _SETTINGS:
         settings = file.tree.get(key)
         values = settings.attributes() if isinstance(settings, Opaque) else settings
@@ -216,4 +231,7 @@ def parallel_setting(file: StepFile) -> str:
             size = values.get(name) if isinstance(values, dict) else None
             if isinstance(size, int) and size > 1:
                 return f"{key} records {name} {size}: rank files need not be replicas"
+        strategy = values.get("sharding_strategy") if isinstance(values, dict) else None
+        if isinstance(strategy, str) and strategy.upper() not in ("NO_SHARD", "DDP", "NONE", ""):
+            return f"{key} records sharding_strategy {strategy[:64]}: rank files need not be replicas"
     return ""

@@ -43,7 +43,7 @@ _STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
+    "ComplexDoubleStorage": "complex128", "QInt8Storage": "int8", "QUInt8Storage": "uint8", "QInt32Storage": "int32",
 }  # fmt: skip
 _TORCH_NAMES = {
     "half": "float16", "float": "float32", "double": "float64", "long": "int64", "int": "int32", "short": "int16",
@@ -243,6 +243,8 @@ class _Tensors:
         known: dict[str, Builder] = {
             "torch._utils._rebuild_tensor_v2": self.tensor,
             "torch._utils._rebuild_tensor_v3": self.tensor,
+            # Of a quantised tensor the integers; scales and zero points are not looked at.
+            "torch._utils._rebuild_qtensor": lambda arguments: self.tensor((*arguments[:4], False, {})),
             "torch._utils._rebuild_parameter": lambda arguments: arguments[0],
             "torch._utils._rebuild_parameter_with_state": lambda arguments: arguments[0],
             "torch._tensor._rebuild_from_type_v2": self.subclass,

@@ -575,3 +575,45 @@ def test_nan_in_the_moving_average_alone():
 def _poisoned(content):
     content["ema"]["layer.weight"][0, 0] = float("nan")
     return content
+
+
+# Tensors of other kinds
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_sparse_float8_and_complex_tensors_are_read_where_there_are_bytes():
+    torch = pytest.importorskip("torch")
+    plain = torch.eye(4)
+    kinds = {
+        "quantised": torch.quantize_per_tensor(plain, 0.1, 3, torch.qint8),
+        "channels": torch.quantize_per_channel(plain, torch.ones(4), torch.zeros(4), 0, torch.quint8),
+        "sparse": plain.to_sparse(), "compressed": plain.to_sparse_csr(), "float8": plain.to(torch.float8_e4m3fn),
+        "complex": plain.to(torch.complex64), "wide": torch.tensor([1, 2, 3], dtype=torch.uint16),
+        "conjugate": (plain * 1j).conj(), "meta": torch.empty(3, device="meta"),
+    }  # fmt: skip
+    objects = ranks({"model": weights(**kinds)})
+    catalog = read(MemoryStore(objects))
+    tensors = {tensor.name: tensor for tensor in catalog.tensors}
+    dtypes = {name: tensors[name].dtype.name for name in ("quantised", "channels", "float8", "complex", "wide")}
+    assert dtypes == {
+        "quantised": "int8", "channels": "uint8", "float8": "float8_e4m3fn", "complex": "complex64", "wide": "uint16",
+    }  # fmt: skip
+    assert {"sparse.indices", "sparse.values", "compressed.crow_indices", "compressed.values"} <= tensors.keys()
+    # What has no rule is there all the same, with the reason.
+    unread = {name for name, tensor in tensors.items() if "can't be read" in tensor.undetermined}
+    assert unread == {"conjugate", "meta"}
+    assert all(tensor.replica_axes == ("dp",) for name, tensor in tensors.items() if name not in unread)
+    assert not findings_of({f"s1/{name}": content for name, content in objects.items()}).findings
+
+
+@pytest.mark.parametrize(("content", "reason"), [
+    ({"config": {"sync_every": 8}}, "sync_every 8"), ({"args": {"sharding_strategy": "FULL_SHARD"}}, "FULL_SHARD"),
+    ({"model": {"blocks.0._flat_param": None}}, "of flat parameters each rank has a part"),
+])  # fmt: skip
+def test_what_records_that_ranks_hold_their_own_makes_them_no_replicas(content, reason):
+    torch = pytest.importorskip("torch")
+    flat = {key: {name: torch.ones(5) for name in value} for key, value in content.items() if key == "model"}
+    catalog = read(MemoryStore(ranks({"model": weights(), **content, **flat})))
+    assert all(reason in tensor.undetermined for tensor in catalog.tensors)
+    unsharded = read(MemoryStore(ranks({"model": weights(), "args": {"sharding_strategy": "NO_SHARD"}})))
+    assert not any(tensor.undetermined for tensor in unsharded.tensors)
