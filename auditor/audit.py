@@ -14,7 +14,7 @@ from auditor.ledger.tree import Ledger
 from auditor.listing import Listing
 from auditor.means import means
 from auditor.observe.shares import Everything, Joined, Runner, Share
-from auditor.reports import Report
+from auditor.reports import Report, RunReport
 from auditor.run_audit import RunAudit
 from auditor.settings import DEFAULTS, Settings
 from auditor.step_audit import Progress, StepAudit
@@ -50,15 +50,26 @@ def audit(
         runner = Joined.of(shares) if shares else Everything(workers)
         of_step = _step_audit(readable, settings, workers, runner, progress, begun, sketched=ledger is not None)
         job = RunAudit(of_step, ledger, run)
-        sources = discover(readable)
         with ledger.writer.locked() if ledger and ledger.writer else nullcontext():
-            runs = [job.run(source) for source in sources]
+            runs = _runs(job, readable)
     runs = [run for run in runs if run.steps or run.unrecognised]
     if not any(run.steps for run in runs):
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
     if settings.tensors and not any(run.coverage.num_tensors for run in runs):
         raise NothingToAuditError(f"{store.location}: no tensor matches --tensors {settings.tensors}")
     return Report(store.location, runs, settings)
+
+
+def _runs(job: RunAudit, store: Store) -> list[RunReport]:
+    """All runs below the root; where there is none, the one that lay there, by the ledger."""
+    try:
+        sources = discover(store)
+    except NothingToAuditError:
+        deleted = job.deleted()
+        if deleted is None:
+            raise
+        return [deleted]
+    return [job.run(source) for source in sources]
 
 
 def audit_share(

@@ -15,7 +15,7 @@ from datetime import UTC, date, datetime
 from auditor.bisecting import few_steps
 from auditor.containers.ahead import reading_ahead
 from auditor.discovery import RunSource, StepSource
-from auditor.ledger.keeper import Keeper, run_name
+from auditor.ledger.keeper import Keeper, root_digest, run_name
 from auditor.ledger.tree import Ledger
 from auditor.model.finding import Finding, Judgement
 from auditor.model.run import Commit, PointerState, RunState, decide_commits
@@ -88,10 +88,34 @@ class RunAudit:
         """What the ledger has of a run; None without one, or where some of the tensors alone are asked for."""
         if self.ledger is None or self.settings.tensors:
             return None
-        alone = source.steps[0].folder.path == source.path
-        given = f"{self.run_name}/{source.path}".rstrip("/") if self.run_name else ""
-        name = given or run_name(self.of_step.store.location, source.path, alone=alone)
-        return Keeper.of(self.ledger, name, (self.settings.strict_buffers, self.settings.options))
+        alone = bool(source.steps) and source.steps[0].folder.path == source.path
+        choices = self.settings.strict_buffers, self.settings.options
+        present = frozenset(step.match.step for step in source.steps)
+        if self.run_name:
+            return replace(self.kept(f"{self.run_name}/{source.path}".rstrip("/"), choices), present=present)
+        where = self.of_step.store.location, source.path
+        name, root = run_name(*where, alone=alone), root_digest(*where, alone=alone)
+        keeper = replace(self.kept(name, choices), root=root)
+        if not keeper.is_of(entry for step in source.steps for entry in self.of_step.listing.files(step)):
+            # Another run of this name.
+            keeper = replace(self.kept(f"{name}@{root}", choices), root=root)
+        return replace(keeper, present=present)
+
+    def deleted(self) -> RunReport | None:
+        """What the ledger says of a run of which no step is there any more; None where it knows none."""
+        source = RunSource("", [])
+        keeper = self.keeper_of(source)
+        if keeper is None or not keeper.accounts:
+            return None
+        report = RunReport("", chosen=self.of_step.chosen)
+        self.remember(keeper, report, source)
+        self.conclude(report, RunState(tuple(step.state for step in report.steps), kept=True))
+        return report
+
+    def kept(self, name: str, choices: Sequence[object]) -> Keeper:
+        """What the ledger has under a name."""
+        assert self.ledger is not None
+        return Keeper.of(self.ledger, name, choices)
 
     def remember(self, keeper: Keeper, report: RunReport, source: RunSource) -> None:
         """Add the steps that the ledger alone knows."""

@@ -14,7 +14,7 @@ from auditor.containers.ahead import read_ahead
 from auditor.discovery import StepSource
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.ledger.keeper import Keeper, Recalled, folder_of
-from auditor.ledger.record import Asked
+from auditor.ledger.record import Asked, save_identity
 from auditor.listing import Listing
 from auditor.model.catalog import Catalog, FileState
 from auditor.model.finding import Judgement
@@ -60,6 +60,13 @@ class Begun:
     repeated: Mapping[str, Judgement] = field(default_factory=dict)
     """What was said of the two before and holds still."""
     measuring: Pass | None = None
+
+    @property
+    def judged_by(self) -> str:
+        """The save by which its motion is judged, as a ledger names it."""
+        if self.known and self.repeated:
+            return self.known.record.account.said.before
+        return save_identity(self.asking.before.catalog) if self.asking.before else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +152,7 @@ class StepAudit:
             wholeness = {key: item.doubted(changed) for key, item in wholeness.items()}
         failures = _failures(catalog, {} if changed else observations.failures)
         if self.keeper and level > Level.NAMES and not failures and not changed:
-            said = self.keeper.said(state, judgements, wholeness, level.name, full)
+            said = self.keeper.said(state, judgements, wholeness, level.name, full, begun.judged_by)
             self.keeper.keep(catalog, observations, begun.asked, said, known, where)
         return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh, bool(known))
 
@@ -185,8 +192,10 @@ class StepAudit:
         """What was said before of the same step by the same save before it, at such a level."""
         levels = {one.name for one in Level if one == level or one >= level >= Level.VALUES}
         # What was said by the save before does not hold any more where that was written anew.
-        same = self.succession.recalled.get(catalog.format, False)
-        return self.keeper.repeated(known, levels) if self.keeper and known and same else {}
+        before = self.succession.listed.get(catalog.format)
+        if not (self.keeper and known and before and self.succession.recalled[catalog.format]):
+            return {}
+        return self.keeper.repeated(known, levels, save_identity(before.catalog))
 
     def beside(
         self, catalog: Catalog, level: Level, known: Recalled | None = None,

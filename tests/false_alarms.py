@@ -1,6 +1,7 @@
-"""Findings over short real trainings, of which all are false: ``python -m tests.false_alarms [SEEDS]``.
+"""Findings over short real trainings, of which all are false: ``python -m tests.false_alarms [SEEDS [FOLDER]]``.
 
-Each seed is trained by every optimizer and schedule of ``tests/invariants/test_motion_steps.py``.
+Each seed is trained by every optimizer and schedule of ``tests/invariants/test_motion_steps.py``. ``FOLDER``: runs by
+optax as well, made elsewhere by ``tests/fixtures/optax_run/write.py SEEDS FOLDER``; their settings are stated.
 """
 
 import sys
@@ -9,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from auditor.audit import audit
+from auditor.model.finding import Outcome
 from auditor.storage.local import LocalStore
 from tests.invariants.test_motion_steps import HEALTHY
+from tests.invariants.test_optax_runs import STATED, audited
 
 
 def main(seeds):
@@ -29,5 +32,19 @@ def main(seeds):
     return alarms
 
 
+def of_optax(folder):
+    runs = sorted(Path(folder).iterdir())
+    alarms = 0
+    for path in runs:
+        found = audited(path, STATED)
+        assert found.counts("MOT010")[Outcome.HOLDS]
+        alarms += len(found.findings)
+        for finding in found.findings:
+            sys.stdout.write(f"{path.name}: {finding.id} {finding.message}\n")
+    sys.stdout.write(f"{alarms} false alarms over {len(runs)} trainings by optax\n")
+    return alarms
+
+
 if __name__ == "__main__":
-    sys.exit(bool(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)))
+    found = main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+    sys.exit(bool(found + sum(map(of_optax, sys.argv[2:]))))

@@ -29,7 +29,7 @@ from auditor.model.catalog import Catalog
 from auditor.model.finding import Judgement
 from auditor.model.observation import Observations
 from auditor.model.run import Change, StepState
-from auditor.storage.store import StorageError, base_name, join
+from auditor.storage.store import Entry, StorageError, base_name, join
 from auditor.storage.writer import WriteError
 
 
@@ -64,6 +64,10 @@ class Keeper:
     unwritten: list[str] = field(default_factory=list)
     """What the ledger did not take."""
     accounts: dict[RecordName, StepAccount] = field(default_factory=dict)
+    root: str = ""
+    """Digest of where the run lies."""
+    present: frozenset[int] = frozenset()
+    """The steps that are there."""
     placed: dict[tuple[int, str], Place] = field(default_factory=dict)
     """By step and folder, those of this audit."""
 
@@ -157,8 +161,9 @@ class Keeper:
 
     @property
     def lineage(self) -> Lineage:
-        """That of the newest step which is there."""
-        return max((place.lineage for place in self.placed.values()), key=lambda one: one[-1], default=BEGINNING)
+        """That of the newest step which is there; of the newest that is known where none is."""
+        known = [place.lineage for place in self.placed.values()] or [one.lineage for one in self.accounts.values()]
+        return max(filter(None, known), key=lambda one: one[-1], default=BEGINNING)
 
     def gone(self, present: Iterable[int], path: str) -> list[StepAccount]:
         """Steps on the way to the newest one that are there no more, with what was said of each, told from ``path``."""
@@ -177,18 +182,35 @@ class Keeper:
                 others.setdefault(account.lineage[-1][0], {})[account.step] = account
         return [_branch(number, accounts) for number, accounts in sorted(others.items())]
 
-    def repeated(self, known: Recalled, levels: Collection[str]) -> Mapping[str, Judgement]:
-        """What was said of a step by the same choices and version at one of these levels; else nothing."""
+    def is_of(self, entries: Iterable[Entry]) -> bool:
+        """Whether what is kept under the run's name is of this run: kept from this place, or some file is the same.
+
+        A run that was moved keeps the identities of its files.
+        """
+        if not self.accounts or any(account.root in ("", self.root) for account in self.accounts.values()):
+            return True
+        known = {(f.num_bytes, f.identity) for account in self.accounts.values() for f in account.files if f.identity}
+        return any((entry.num_bytes, entry.identity) in known for entry in entries)
+
+    def repeated(self, known: Recalled, levels: Collection[str], before: str) -> Mapping[str, Judgement]:
+        """What was said of a step by the same choices and version at one of these levels; else nothing.
+
+        ``before``: the save that is before it now (:func:`save_identity`). It must be the one by which the step was
+        judged, unless that is deleted: what was said by it then is more than what can be said without it.
+        """
         said = known.record.account.said
         same = (said.choices, said.tool) == (self.choices, __version__) and said.level in levels
-        return said.judgements if same else {}
+        step = said.before.partition(" ")[0]
+        deleted = step.isdecimal() and int(step) not in self.present
+        return said.judgements if same and (said.before == before or deleted) else {}
 
     def said(
         self, state: StepState, judgements: Mapping[str, Judgement], wholeness: Mapping[str, Judgement], level: str,
-        catalog: Catalog,
+        catalog: Catalog, before: str,
     ) -> Said:  # fmt: skip
-        """What this audit says of a step."""
-        return Said(state, judgements, wholeness, level, __version__, self.choices, dict(catalog.opaque), catalog.mesh)
+        """What this audit says of a step. ``before``: the save by which its motion was judged."""
+        opaque = dict(catalog.opaque)
+        return Said(state, judgements, wholeness, level, __version__, self.choices, opaque, catalog.mesh, before)
 
     def keep(
         self, catalog: Catalog, observations: Observations, asked: Asked, said: Said, known: Recalled | None,
@@ -203,6 +225,7 @@ class Keeper:
         if known is not None and self._is_said(known.record.account.said, said):
             return
         record = record_of(catalog, observations, asked, said, self.placed[catalog.step, folder])
+        record = replace(record, account=replace(record.account, root=self.root))
         if known is not None:
             record = _more(known.record, record)
         try:
@@ -214,7 +237,7 @@ class Keeper:
 
     @staticmethod
     def _is_said(before: Said, said: Said) -> bool:
-        same = (before.choices, before.tool) == (said.choices, said.tool)
+        same = (before.choices, before.tool, before.before) == (said.choices, said.tool, said.before)
         return same and said.judgements.keys() <= before.judgements.keys()
 
 
@@ -251,6 +274,13 @@ def run_name(location: str, path: str, *, alone: bool) -> str:
     parts = [part for part in f"{location}/{path}".split("/") if part not in ("", ".")]
     parts = parts[:-1] if alone else parts
     return parts[-1] if parts else "run"
+
+
+def root_digest(location: str, path: str, *, alone: bool) -> str:
+    """A digest of where a run lies, whether it is named by itself or found in a folder of runs."""
+    parts = [part for part in f"{location}/{path}".split("/") if part not in ("", ".")]
+    whole = "/".join(parts[:-1] if alone else parts)
+    return hashlib.blake2b(whole.encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def folder_of(location: str, path: str) -> str:

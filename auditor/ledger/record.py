@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -89,6 +89,8 @@ class Said:
     """Digest of the choices that change a judgement."""
     opaque: Mapping[str, int] = field(default_factory=dict)
     mesh: Mesh = NO_MESH
+    before: str = ""
+    """The save by which its motion was judged (:func:`save_identity`); empty where there was none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,8 @@ class StepAccount:
     """How many other contents of the step were known when this one was audited."""
     lineage: tuple[tuple[int, int], ...] = ((0, 0),)
     """Branch and the first step saved in it, from the beginning of the run on."""
+    root: str = ""
+    """Digest of where the run lay when it was audited: two runs may have one name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,9 +259,19 @@ def has_files_of(account: StepAccount, catalog: Catalog) -> bool:
 
 def files_digest(account: StepAccount) -> str:
     """The identity of a step: a digest of its files' names, sizes and identities."""
+    return _files_digest((file.name, file.num_bytes, file.identity, file.state.name) for file in account.files)
+
+
+def save_identity(catalog: Catalog) -> str:
+    """A save's step, and the digest of its files that :func:`files_digest` gives for its record."""
+    files = ((catalog.within(f.name), f.num_bytes, f.identity, f.state.name) for f in catalog.files)
+    return f"{catalog.step} {_files_digest(files)}"
+
+
+def _files_digest(files: Iterable[tuple[str, int, str, str]]) -> str:
     found = hashlib.blake2b(digest_size=8)
-    for file in sorted(account.files, key=lambda item: item.name):
-        found.update(repr((file.name, file.num_bytes, file.identity, file.state.name)).encode())
+    for file in sorted(files):
+        found.update(repr(file).encode())
     return found.hexdigest()
 
 

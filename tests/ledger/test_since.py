@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from auditor.errors import NothingToAuditError
 from auditor.report.text_report import text_lines
 from auditor.settings import Level, StepChoice
 from tests.faults import float32_bits, poke
@@ -228,3 +229,51 @@ def test_the_newest_step_that_grows_is_no_change(healthy, tmp_path):
     assert first.runs[0].steps[-1].state.commit.value == "in progress"
     shutil.move(away, healthy / "global_step120" / "layer_03-model_01-model_states.pt")
     assert "INT017" not in ids(report(healthy, tmp_path / "ledger"))
+
+
+def test_two_runs_of_one_name_do_not_mix(tmp_path):
+    one, other = (shutil.copytree(source, tmp_path / place / "run") for source, place in ((HEALTHY, "a"), (RUN, "b")))
+    for run in (one, other):
+        for step in (10, 20, 30, 40, 60, 70, 80, 90, 100, 110):
+            shutil.rmtree(run / f"global_step{step}")
+    report(one, tmp_path / "ledger")
+    first = report(other, tmp_path / "ledger")
+    assert ids(first) == ids(report(other, None))
+    assert not first.runs[0].branches
+    delete(other, 50)
+    again = report(other, tmp_path / "ledger")
+    assert [step.state.step for step in again.runs[0].steps] == [50, 120]
+    assert read(again) == 0
+    # A step that the other one has and this one never had is none of its own.
+    delete(one, 50)
+    assert ids(report(one, tmp_path / "ledger")) == []
+
+
+def test_what_was_said_by_another_save_before_is_not_repeated(healthy, tmp_path):
+    for step in (10, 20, 30, 40, 50, 60, 70, 80):
+        shutil.rmtree(healthy / f"global_step{step}")
+    away = tmp_path / "away"
+    shutil.move(healthy / "global_step110", away)
+    report(healthy, tmp_path / "ledger")
+    shutil.move(away, healthy / "global_step110")
+    # 120 is judged by 110 now, which was not there.
+    first = report(healthy, tmp_path / "ledger")
+    assert {step.state.step: step.recalled for step in first.runs[0].steps}[120]
+    assert first.runs[0].coverage.num_bytes_reread > 0
+    assert read(report(healthy, tmp_path / "ledger")) == 0
+    # A deleted one is answered from the ledger: what was said by it is kept.
+    delete(healthy, 110)
+    assert read(report(healthy, tmp_path / "ledger")) == 0
+
+
+def test_a_run_of_which_every_step_was_deleted(run, tmp_path):
+    before = report(run, tmp_path / "ledger")
+    delete(run, *range(10, 130, 10))
+    (run / "latest").unlink()
+    again = report(run, tmp_path / "ledger")
+    assert (read(again), again.runs[0].last_good) == (0, None)
+    assert intervals(again) == intervals(before)
+    assert all(step.state.deleted for step in again.runs[0].steps)
+    with pytest.raises(NothingToAuditError):
+        report(run, None)
+    assert "12 of 12 steps from the ledger" in text(again)
