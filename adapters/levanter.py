@@ -4,8 +4,9 @@
     step-<n>/model/…, opt_state/…, training_key  Zarr arrays; the keys of the state's tree are folders
 
 There is no name for a folder that is being written: only ``metadata.json`` tells a save that was finished. Which array
-is a moment of which parameter is told by the structure of the state. Source: stanford-crfm/levanter
-``src/levanter/checkpoint.py``, ``tensorstore_serialization.py``; no version of it was run.
+is a moment of which parameter is told by the structure of the state. Later versions of JAX's serialization, which it
+uses, write Zarr v3 and leave out chunks of zeros: one that is not stored is undetermined then. Source:
+stanford-crfm/levanter ``src/levanter/checkpoint.py``, ``tensorstore_serialization.py``; no version of it was run.
 """
 
 from __future__ import annotations
@@ -107,4 +108,5 @@ def _found(files: OrbaxFiles, folder: Folder, name: str, stored: StoredArray) ->
         files.add(path, Opened(path, state, None, detail), "zarr")
         return None
     why = _NO_SHARDING if array.shape else ""
-    return Found(Leaf(tuple(name.split("/")), dtype, array.shape), stored, array, dtype, folder.path, None, why)
+    leaf = Leaf(tuple(name.split("/")), dtype, array.shape)
+    return Found(leaf, stored, array, dtype, folder.path, None, why, may_be_zeros=True)

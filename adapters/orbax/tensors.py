@@ -24,6 +24,7 @@ from auditor.model.encoding import ZEROS, EncodingBuilder
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
 from auditor.storage.store import StorageError, Store, read_bytes
 
+_ZEROS_OR_LOST = "it is not stored: it was of zeros, which its writer leaves out, or is lost"
 MAX_NAMED = 256
 """Missing chunks of one array that are named; the rest is a gap in the tensor."""
 
@@ -44,6 +45,8 @@ class Found:
     """The file without which the array is not to be had, though it is known what it was."""
     value: float | None = None
     """The number that it is, where it is recorded as such and not stored as an array."""
+    may_be_zeros: bool = False
+    """Whether a chunk that is not there may be one of zeros, which its writer leaves out, and nothing tells which."""
     zeros_in: str = ""
     """The file that tells which chunks are stored, where the writer leaves out those of zeros."""
 
@@ -174,6 +177,8 @@ class OrbaxTensors:
         held = array.shard_shape and array.shards.position(key) in entry.stored.chunks
         if held and self.files.states.get(path, FileState.PRESENT) is FileState.PRESENT:
             path = f"{path}[{','.join(map(str, position))}]"
+        if entry.may_be_zeros and array.fills_zeros:
+            return self.files.add(path, Opened(path, FileState.UNREADABLE, None, _ZEROS_OR_LOST), "zarr")
         return self.files.add(path, Opened[Any].absent(path), "zarr")
 
     # Numbers

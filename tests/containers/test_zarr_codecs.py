@@ -81,14 +81,33 @@ def test_healthy_shards_are_silent(tmp_path):
     assert not any(step.failures for step in run.steps)
 
 
-def test_a_chunk_that_a_shard_lacks_is_missing_and_never_zeros(tmp_path):
-    """zarr leaves out chunks that equal the fill value; whether these were zeros, nobody can tell."""
+def with_zeros(path):
     values = VALUES.copy()
     values[5:10, 7:14] = 0
-    (finding,) = audited(step(tmp_path, values=values, **WRITTEN["shards of several chunks"])).findings
+    return step(path, values=values, **WRITTEN["shards of several chunks"])
+
+
+def test_a_chunk_that_levanter_leaves_out_is_zeros_or_lost(tmp_path):
+    """JAX's serialization leaves out chunks of zeros in Zarr v3; nobody can tell those from lost ones."""
+    run = audited(with_zeros(tmp_path))
+    assert not run.findings
+    (failure,) = run.steps[0].failures
+    assert "zeros, which its writer leaves out, or is lost" in str(failure)
+    assert run.last_good is None
+
+
+def test_a_chunk_that_a_shard_lacks_is_missing_and_never_zeros(tmp_path):
+    """Orbax stores chunks of zeros."""
+    values = {name.replace("step-1/model/w", "1/params.w"): raw for name, raw in with_zeros(tmp_path).items()}
+    (finding,) = audited({**values, "1/_METADATA": metadata(use_ocdbt=False), "1/commit_success.txt": b""}).findings
     assert finding.id == "INT001"
-    assert [location.file for location in finding.locations] == ["step-1/model/w/c/0/0[1,1]"]
+    assert [location.file for location in finding.locations] == ["1/params.w/c/0/0[1,1]"]
     assert "COV001" in finding.consequences
+
+
+def metadata(*, use_ocdbt):
+    row = {"key_metadata": [{"key": "params"}, {"key": "w"}], "value_metadata": {"value_type": "np.ndarray"}}
+    return json.dumps({"tree_metadata": {"a": row}, "use_ocdbt": use_ocdbt}).encode()
 
 
 @pytest.mark.parametrize(
@@ -121,11 +140,7 @@ def test_shards_in_a_database(tmp_path):
     """In Orbax's databases, small ones inside the nodes and large ones in files."""
     objects = step(tmp_path, **WRITTEN["shards of several chunks"])
     values = {name.replace("step-1/model/w", "params.w"): raw for name, raw in objects.items() if "/w/" in name}
-    row = {"key_metadata": [{"key": "params"}, {"key": "w"}], "value_metadata": {"value_type": "np.ndarray"}}
-    item = {
-        **ocdbt_writer.database(values),
-        "_METADATA": json.dumps({"tree_metadata": {"a": row}, "use_ocdbt": True}).encode(),
-    }
+    item = {**ocdbt_writer.database(values), "_METADATA": metadata(use_ocdbt=True)}
     (run,) = audit(MemoryStore({f"1/{name}": raw for name, raw in item.items()}), Settings(settle_seconds=0.0)).runs
     assert not run.findings
     assert not any(step.failures for step in run.steps)
