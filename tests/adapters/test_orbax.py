@@ -61,7 +61,7 @@ def audited(name, level=Level.VALUES):
 
 class TestContract(AdapterContract):
     adapter = ADAPTER
-    checkpoints = (MANAGER / "3", FIXTURES / "zarr3" / "step_2", FIXTURES / "composite" / "ckpt_00000004")
+    checkpoints = (FIXTURES / "zarr3" / "step_2", FIXTURES / "composite" / "ckpt_00000004")
     foreign = (DEEPSPEED / "global_step10", ROOT / "tests" / "fixtures" / "dcp" / "fsdp2_2" / "step-4")
 
     def comparable(self, elements):

@@ -93,7 +93,8 @@ def test_a_flipped_bit_in_a_node_fails_its_checksum():
 @pytest.mark.parametrize("name", ["_METADATA", "_sharding", "array_metadatas/process_0"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff\xfe", b'{"a": ' * 500 + b"1" + b"}" * 500])
 def test_broken_json_is_a_damaged_file(name, content):
-    finding = only(audited({**objects_of(MANAGER), f"{ITEM}/{name}": content}), "INT002")
+    step = {file: raw for file, raw in objects_of(MANAGER).items() if file.startswith("3/")}
+    finding = only(audited({**step, f"{ITEM}/{name}": content}, Level.HEADERS), "INT002")
     assert files(finding) == [f"{ITEM}/{name}"]
 
 
