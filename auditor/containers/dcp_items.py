@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from auditor.containers.compression import ZstdStream, read_all
-from auditor.containers.damage import DamagedError, UnsupportedError
+from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
 from auditor.containers.dcp_forms import Forms
 from auditor.containers.encoded import InMemory
 from auditor.containers.layers import Stored
@@ -32,6 +32,8 @@ HEAD_BYTES = 1 << 16
 """Content of a compressed item in which its first weight lies: a pickle of a tensor takes about a thousand."""
 MAX_OBJECT_BYTES = 16 << 20
 """Content of a compressed item that holds no tensor."""
+MAX_EXPANSION, MAX_DECODED_BYTES = 64, 256 << 20
+"""Content of all such items of a file: so many times the file's bytes and one such item besides, and no more."""
 CODECS = {(): PLAIN, ("stream.zstd/1",): ZSTD}
 """Descriptors of stream extensions to what undoes them. Source: torch ``distributed/checkpoint/_extension.py``."""
 
@@ -78,6 +80,8 @@ class _Ahead:
     def __init__(self, inner: Handle) -> None:
         self.inner = inner
         self.entry = inner.entry
+        self.room = min(MAX_OBJECT_BYTES + MAX_EXPANSION * self.entry.num_bytes, MAX_DECODED_BYTES)
+        """Bytes of objects that may still be decoded."""
         self._held: list[tuple[int, int, memoryview]] = []
 
     def hold(self, start: int, stop: int) -> None:
@@ -136,7 +140,8 @@ def read_items(handle: Handle, items: Sequence[Item], forms: Forms | None = None
             ahead.hold(*stretch)
             held = stretch[1]
         known = forms.head
-        found = _read_as_before(ahead, item, forms) or _read(ahead, item)
+        read = _read_compressed if item.codec else _read
+        found = _read_as_before(ahead, item, forms) or read(ahead, item)
         yield found
         if item.num_weight_bytes and not item.codec and isinstance(found, Found):
             _learn(ahead, item, found, forms)
@@ -195,8 +200,6 @@ def _wanted(item: Item, forms: Forms) -> Iterator[tuple[int, int]]:
 
 
 def _read(handle: Handle, item: Item) -> Result:
-    if item.codec:
-        return _read_compressed(handle, item)
     try:
         found = read_torch_file(Window(handle, item.offset, item.length))
     except (DamagedError, UnsupportedError) as error:
@@ -208,7 +211,7 @@ def _read(handle: Handle, item: Item) -> Result:
     return Found(moved, found.opaque, read_number(handle, moved) if metadata else None)
 
 
-def _read_compressed(handle: Handle, item: Item) -> Result:
+def _read_compressed(handle: _Ahead, item: Item) -> Result:
     """An item of which the content has to be decoded. A large tensor's is known up to its last weight alone."""
     try:
         stream = ZstdStream(Stored(handle, item.offset, item.length), SMALL_ITEM)
@@ -216,13 +219,30 @@ def _read_compressed(handle: Handle, item: Item) -> Result:
         if len(content) > HEAD_BYTES and item.num_weight_bytes:
             tensor = tensor_at(content)
             return Found(tensor, {}, None, tensor.offset + tensor.num_spanned, f"{BEGINNING}/{ZSTD}")
-        content += read_all(stream, MAX_OBJECT_BYTES)
+        content += _rest(stream, handle, len(content))
     except (DamagedError, UnsupportedError) as error:
         return error
     size = len(content)
     plain = InMemory(Entry(handle.entry.name, False, size), memoryview(content))
     found = _read(plain, Item(0, size, item.num_weight_bytes))
     return replace(found, num_bytes=size, codec=ZSTD) if isinstance(found, Found) else found
+
+
+def _rest(stream: ZstdStream, file: _Ahead, num_bytes: int) -> bytes:
+    """What follows the first bytes of an item, as far as there is room for it.
+
+    Raises:
+        DamagedError: the frame is broken.
+        UnsupportedError: there is no room for it. Honest objects are small; what they expand to costs time.
+    """
+    limit = max(0, min(MAX_OBJECT_BYTES, file.room) - num_bytes)
+    try:
+        found = read_all(stream, limit)
+    except LimitError as error:
+        file.room -= limit
+        raise UnsupportedError(f"it is an object, of which so much is not decoded: {error}") from error
+    file.room -= len(found)
+    return found
 
 
 def items_from_the_end(handle: Handle) -> Iterator[Window]:

@@ -11,6 +11,7 @@ import pytest
 from auditor.adapters.adapter import Declined, Folder, Options
 from auditor.adapters.dcp.adapter import TorchDcp
 from auditor.audit import audit
+from auditor.containers import dcp_items
 from auditor.model.catalog import FileState, Role
 from auditor.model.mesh import Coordinate
 from auditor.model.region import whole
@@ -396,6 +397,28 @@ def test_a_compressed_item_that_rotted(tmp_path):
     finding = only(objects)
     assert (finding.id, files(finding)) == ("INT010", {name})
     assert "data/0 of the item at byte 0" in finding.message
+
+
+def test_compressed_objects_that_expand_without_end(tmp_path, monkeypatch):
+    extension = pytest.importorskip("torch.distributed.checkpoint._extension")
+    torch = pytest.importorskip("torch")
+    decoded = []
+    rest = dcp_items._rest
+
+    def counted(stream, file, num_bytes):
+        decoded.append(file.room)
+        return rest(stream, file, num_bytes)
+
+    monkeypatch.setattr(dcp_items, "_rest", counted)
+    monkeypatch.setattr(dcp_items, "MAX_OBJECT_BYTES", 1 << 20)
+    objects = saved(
+        tmp_path, {"model": {"a": torch.ones(3)}, **{f"b{n}": bytes(900_000) for n in range(8)}},
+        _extensions=[extension.ZStandard()],
+    )  # fmt: skip
+    run = audited(objects, Level.HEADERS)
+    assert not run.findings
+    assert "so much is not decoded" in run.steps[0].failures[0]
+    assert decoded[-1] <= dcp_items.HEAD_BYTES + 1 < decoded[0]
 
 
 @pytest.mark.parametrize("num_bytes", [10, 3000, 30_000])
