@@ -318,3 +318,18 @@ def test_a_single_step_has_none_before_it(tmp_path):
 ])  # fmt: skip
 def test_other_optimizers_are_healthy(tmp_path, optimizer):
     assert ids(Training(optimizer=optimizer).run(tmp_path)) == []
+
+
+def test_a_tensor_that_is_renamed_is_lost_and_added(tmp_path):
+    run = Training(whole_optimizer=False).run(tmp_path)
+
+    def rename(content):
+        content["model"]["blocks.2.offset"] = content["model"].pop("blocks.2.bias")
+
+    for step in (8, 10, 12):
+        change(run, step, rename)
+    found = audited(run)
+    assert {finding.id for finding in found.findings} == {"MOT007"}
+    said = {location.tensor: location.step for finding in found.findings for location in finding.locations}
+    assert said == {"blocks.2.bias": 8, "blocks.2.offset": 8}
+    assert all((i.last_good, i.first_bad) == (6, 8) for finding in found.findings for i in finding.intervals)
