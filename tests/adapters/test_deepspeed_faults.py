@@ -491,3 +491,22 @@ if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patch:
         stand_in_for_deepspeed(patch)
         sys.stdout.write("\n".join(table()) + "\n")
+
+
+# Tensor parallelism without a pipeline
+
+
+@pytest.mark.parametrize("name", ["zero0_tp2", "zero2_tp2"])
+def test_tensor_parallel_ranks_without_a_pipeline_hold_parts_and_replicas(tmp_path, name):
+    run = run_of(tmp_path, name)
+    assert not found(run)
+    lost = next(run.glob("global_step2/*mp_rank_01_*model_states.pt"))
+    # As BLOOM's drift: a norm that tensor-parallel ranks have in common is another on one of them.
+    key = "layers.1.input_layernorm.weight"
+    rewritten(lost, lambda content: content["module"][key].mul_(1.5))
+    (first, *_) = audit(LocalStore(run), Settings(), now=1e10).runs[0].findings
+    assert first.id == "REP001"
+    assert {place.tensor for place in first.locations} == {key}
+    lost.unlink()
+    (gone,) = audit(LocalStore(run), Settings(level=Level.NAMES), now=1e10).runs[0].findings
+    assert (gone.id, {place.file for place in gone.locations}) == ("INT001", {f"global_step2/{lost.name}"})
