@@ -142,7 +142,9 @@ ORBAX_INPUTS = (
     orbax("chunks that are a folder", "their kind", plain("files_zarr2", lambda folder: (
         (folder / "params.kernel/3.0").unlink(), (folder / "params.kernel/3.0").mkdir())), 1, "INT001"),
     orbax("another compressor", "a codec", plain("files_zarr2", document(
-        "params.kernel/.zarray", compressor={"id": "blosc"})), 3, "codec blosc is not read", "params.kernel"),
+        "params.kernel/.zarray", compressor={"id": "bz2"})), 3, "codec bz2 is not read", "params.kernel"),
+    orbax("a compressor that it is not under", "a codec", plain("files_zarr2", document(
+        "params.kernel/.zarray", compressor={"id": "blosc"})), 1, "INT015"),
     orbax("an index of 2^63", "a shard's index", plain("files_zarr3", in_place(
         "params.kernel/c/0/0", lambda raw: raw[:-20] + b"\xff" * 20)), 1, "INT015", "params.kernel/c/0/0"),
 )  # fmt: skip
