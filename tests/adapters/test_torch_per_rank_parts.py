@@ -8,9 +8,9 @@ import pytest
 from auditor.adapters.adapter import Folder, Match, Options
 from auditor.adapters.torch_per_rank.adapter import TorchPerRank
 from auditor.adapters.torch_per_rank.distributed import Cut, MeshLayout
-from auditor.adapters.torch_per_rank.rank_mesh import grid
+from auditor.adapters.torch_per_rank.rank_mesh import device_mesh, grid
 from auditor.audit import audit
-from auditor.containers.pickle_machine import PickleMachine
+from auditor.containers.pickle_machine import Opaque, PickleMachine
 from auditor.model.catalog import FileState, ProblemKind, Role
 from auditor.model.mesh import Coordinate
 from auditor.settings import Level, Settings
@@ -218,6 +218,12 @@ def test_a_damaged_value_is_placed_in_the_whole_tensor():
     assert (place.tensor, place.coordinate) == ("blocks.0.up.weight", Coordinate.of(dp=1, tp=1))
     assert place.file == "step_2/rank_3.pt"
     assert piece.region.start == (6, 0)
+
+
+def test_a_mesh_whose_ranks_lie_nowhere_is_none():
+    axes = tuple(Opaque(None, (), {"shape": (2,), "stride": (step,)}) for step in (2, 0))
+    layout = Opaque(None, (), {"axes": axes})
+    assert device_mesh(Opaque(None, (), {"_layout": layout, "_flatten_rank_map": (0, 1, 2, 3)})) is None
 
 
 # Cuts
