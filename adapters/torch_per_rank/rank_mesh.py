@@ -124,7 +124,9 @@ def _layout(record: object) -> tuple[Strides, ...]:
 def _pairs(state: Mapping[str, Any]) -> Strides:
     shape, stride = _listed(state.get("shape")), _listed(state.get("stride"))
     whole = all(type(n) is int and 0 <= n <= MAX_RANKS for n in (*shape, *stride))
-    if not whole or not all(shape) or not all(stride) or not len(shape) == len(stride) <= MAX_AXES:
+    if not whole or not all(shape) or not len(shape) == len(stride) <= MAX_AXES:
+        return ()
+    if not all(step or size == 1 for size, step in zip(shape, stride, strict=True)):
         return ()
     # An axis of one rank has no sizes at all.
     return tuple((size, step if size > 1 else 1) for size, step in zip(shape, stride, strict=True)) or ((1, 1),)
