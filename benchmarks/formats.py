@@ -38,6 +38,7 @@ ROWS = {
     "dcp/tp_2/step-4": ("tensor parallel, 2 ranks", "trained by two"),
     "dcp/no_coordinator/step-4": ("the same without a coordinator", "trained by two"),
     "dcp/ddp_2/step-4": ("DistributedDataParallel", ""),
+    "dcp/torch_2_1/step-4": ("torch 2.1, DTensors over 2 ranks", ""),
     "dcp/same_state/per_rank/step-3": ("torch.save, a file a rank", "odd sizes"),
     **{
         f"dcp/same_state/{name}/step-3": (said, "odd sizes")

@@ -26,7 +26,7 @@ from tests.paths import ROOT
 FIXTURES = ROOT / "tests" / "fixtures" / "dcp"
 SAME = FIXTURES / "same_state"
 PLAIN = FIXTURES / "fsdp2_2"
-VARIANTS = ("hsdp_2x2", "tp_2", "ddp_2", "threads", "file_per_item", "no_coordinator")
+VARIANTS = ("hsdp_2x2", "tp_2", "ddp_2", "threads", "file_per_item", "no_coordinator", "torch_2_1")
 ADAPTER = TorchDcp()
 ROLES = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment", "step": "counter"}
 
@@ -44,7 +44,7 @@ class TestContract(AdapterContract):
     adapter = ADAPTER
     checkpoints = (
         PLAIN / "step-4", FIXTURES / "tp_2" / "step-4", FIXTURES / "no_coordinator" / "step-4",
-        SAME / "fsdp2_4" / "step-3",
+        SAME / "fsdp2_4" / "step-3", FIXTURES / "torch_2_1" / "step-4",
     )  # fmt: skip
     foreign = (
         DEEPSPEED / "global_step10", ROOT / "tests" / "fixtures" / "torch_per_rank" / "healthy" / "step_2",
