@@ -40,9 +40,18 @@ def test_check_finds_the_same_as_on_disk(drift):
     assert [finding["id"] for finding in there["findings"]][:1] == ["REP001"]
 
 
-@pytest.mark.parametrize("name", ["dcp", "hugging_face", "megatron_dist", "megatron_legacy", "torch_per_rank"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dcp/ddp_2",
+        "hugging_face/accelerate_bin",
+        "megatron_dist/dp2_dp_reshardable",
+        "megatron_legacy/tp2",
+        "torch_per_rank/healthy",
+    ],
+)
 def test_every_format_is_read_alike(name):
-    folder = next(path for path in sorted((FIXTURES / name).iterdir()) if path.is_dir())
+    folder = FIXTURES / name
     url = f"s3://{_bucket()}/{folder.name}"
     s3.upload(folder, url)
     assert report_of(url) == report_of(folder)
