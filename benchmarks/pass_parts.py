@@ -16,6 +16,7 @@ from auditor.discovery import discover
 from auditor.invariants.registry import invariants
 from auditor.model.catalog import Catalog
 from auditor.model.dtype import DType
+from auditor.model.joint import Joint
 from auditor.model.observation import OBSERVED
 from auditor.model.pairing import Pairing
 from auditor.observe import numpy_kernels, unit
@@ -54,11 +55,11 @@ class Some:
 
     def sweep(
         self, streams: Sequence[Stream], pairs: Sequence[tuple[Pairing, int, int, NDArray[np.void]]], rows: Rows,
-        totals: NDArray[np.void],
+        totals: NDArray[np.void], joints: Sequence[tuple[Joint, Sequence[int], NDArray[np.void]]] = (),
     ) -> int:  # fmt: skip
         if not self.measures:
             streams = [replace(stream, row=-1) for stream in streams]
-        return self.inner.sweep(streams, pairs if self.compares else (), rows, totals)
+        return self.inner.sweep(streams, pairs if self.compares else (), rows, totals, joints)
 
 
 @dataclass(frozen=True, slots=True)
