@@ -85,7 +85,12 @@ def steps_of(reference: Side, candidate: Side, settings: Settings) -> list[tuple
     Raises:
         NothingToAuditError: none is.
     """
-    own, theirs = (sorted(_chosen(side, settings)) for side in (reference, candidate))
+    own, theirs = _chosen(reference, settings), _chosen(candidate, settings)
+    # An export has one step, and often no number: what is asked for is asked of the other side.
+    if not own and theirs and len(reference.steps) == 1:
+        own = [*reference.steps]
+    if not theirs and own and len(candidate.steps) == 1:
+        theirs = [*candidate.steps]
     if len(own) == len(theirs) == 1:
         return [(own[0], theirs[0])]
     common = sorted(set(own) & set(theirs))
@@ -96,10 +101,9 @@ def steps_of(reference: Side, candidate: Side, settings: Settings) -> list[tuple
     return [(step, step) for step in common]
 
 
-def _chosen(side: Side, settings: Settings) -> set[int]:
-    """The steps that are meant; a side with a single one (an export without a number) is that one."""
+def _chosen(side: Side, settings: Settings) -> list[int]:
     steps = sorted(side.steps)
-    return set(steps) if len(steps) == 1 else settings.steps.choose(steps)
+    return sorted(settings.steps.choose(steps))
 
 
 def _few(steps: Sequence[int]) -> str:
@@ -107,7 +111,7 @@ def _few(steps: Sequence[int]) -> str:
 
 
 def _alone(reference: Side, candidate: Side, settings: Settings) -> tuple[Sequence[int], Sequence[int]]:
-    own, theirs = (_chosen(side, settings) for side in (reference, candidate))
+    own, theirs = (set(_chosen(side, settings)) for side in (reference, candidate))
     return sorted(own - theirs), sorted(theirs - own)
 
 

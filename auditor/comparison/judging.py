@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -61,8 +61,9 @@ class Bench:
         if not own or not theirs:
             side = "reference" if not own else "candidate"
             return replace(row, detail=f"not read whole in the {side}"), None
-        if left.dtype == right.dtype and len(own) == len(theirs) == 1 and self._equal(own[0], theirs[0]):
-            return replace(row, standing=Standing.EQUAL), None
+        if left.dtype == right.dtype and self._equal(own, theirs):
+            torn = f"{len(own)} replicas differ from each other, alike on both sides" if len(own) > 1 else ""
+            return replace(row, standing=Standing.EQUAL, detail=torn), None
         try:
             return self._unequal(row, own, theirs)
         except SourceLostError as error:
@@ -94,8 +95,9 @@ class Bench:
             return Compared(pair, Standing.LACKING)
         return Compared(pair, Standing.EXTRA, shown=self.candidate.renamed.get(pair.name, ""))
 
-    def _equal(self, own: int, theirs: int) -> bool:
-        return self.reference.lanes(own) == self.candidate.lanes(theirs)
+    def _equal(self, own: Sequence[int], theirs: Sequence[int]) -> bool:
+        """Whether the replicas of both sides hold the same, also where those of one side drifted apart."""
+        return {*map(self.reference.lanes, own)} == {*map(self.candidate.lanes, theirs)}
 
     def _unequal(self, row: Compared, own: list[int], theirs: list[int]) -> tuple[Compared, Distance | None]:
         """The pair of replicas that lie farthest apart speaks for the tensor."""
@@ -269,7 +271,8 @@ def amount_of(apart: Distance) -> Amount:
 
 
 def _odd(amount: Amount) -> str:
-    return "elements are finite on one side alone" if amount.largest else "the reference is zero"
+    # An infinite distance is that of elements that are no numbers, unless what is there lies beside a zero reference.
+    return "the reference is zero" if amount.largest and not amount.length else "elements are finite on one side alone"
 
 
 def _joined(one: str, other: str) -> str:

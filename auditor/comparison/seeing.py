@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from auditor.comparison.command import Choices
 from auditor.comparison.holding import Holding, Source
 from auditor.comparison.maps import MAPS
+from auditor.comparison.matching import EVERYTHING, Filter
 from auditor.comparison.side import Seeing, Side
 from auditor.model.catalog import Catalog, Role
 from auditor.model.name_map import NameRule, mapped
@@ -22,22 +23,24 @@ class Views:
     own: tuple[NameRule, ...] = ()
     theirs: tuple[NameRule, ...] = ()
     notes: tuple[str, ...] = ()
+    chosen: Filter = EVERYTHING
+    """Of the tensors, those that are read."""
 
     def seeing_reference(self, catalog: Catalog) -> Catalog:
         """A Catalog as the reference's is seen."""
-        return mapped(catalog, self.own)
+        return _under(self.own, self.chosen)(catalog)
 
     def reference(self, read: Reader, sketched: bool) -> Holding:
         """The reference's step."""
-        return _seen(read, sketched, self.own)
+        return _seen(read, sketched, self.own, self.chosen)
 
     def candidate(self, read: Reader, sketched: bool) -> Holding:
         """The candidate's step."""
-        return _seen(read, sketched, self.theirs)
+        return _seen(read, sketched, self.theirs, self.chosen)
 
 
-def _seen(read: Reader, sketched: bool, rules: Sequence[NameRule]) -> Holding:
-    holding = read(_under(rules), sketched)
+def _seen(read: Reader, sketched: bool, rules: Sequence[NameRule], chosen: Filter) -> Holding:
+    holding = read(_under(rules, chosen), sketched)
     if holding.source is not None or not rules:
         return holding
     # Of a ledger there is no Catalog; names alone can change there.
@@ -53,14 +56,20 @@ def _renamed(name: str, rules: Sequence[NameRule]) -> str:
     return name
 
 
-def _under(rules: Sequence[NameRule]) -> Seeing:
+def _under(rules: Sequence[NameRule], chosen: Filter) -> Seeing:
     def seen(catalog: Catalog) -> Catalog:
-        return mapped(catalog, rules)
+        found = mapped(catalog, rules)
+        return found if chosen == EVERYTHING else found.only(chosen.wants)
 
     return seen
 
 
 def views_of(reference: Side, candidate: Side, steps: tuple[int, int], choices: Choices) -> Views:
+    """How both sides are seen, and which tensors of them."""
+    return replace(_views(reference, candidate, steps, choices), chosen=choices.chosen)
+
+
+def _views(reference: Side, candidate: Side, steps: tuple[int, int], choices: Choices) -> Views:
     """How both sides are seen: stated rules first; then, where names still differ, the built-in map that joins most.
 
     Rules are for the candidate's names, unless more fit when the reference is seen under them.

@@ -13,6 +13,7 @@ from auditor.model.run import ChangeKind, Commit, RunState, StepState
 
 _NO_LEDGER = {"no ledger tells what was audited before (--ledger)": 1}
 _FIRST = {"it was not audited before": 1}
+_NOT_AGAIN = {"what did not change is read again by a patrol alone (--reread)": 1}
 
 
 def audited_steps_stay(run: RunState) -> dict[int, Judgement]:
@@ -23,6 +24,11 @@ def audited_steps_stay(run: RunState) -> dict[int, Judgement]:
 def steps_are_saved_for_good(run: RunState) -> dict[int, Judgement]:
     """No step was saved again since it was audited."""
     return _judged(run, ChangeKind.ANEW)
+
+
+def told_by_a_patrol(run: RunState) -> dict[int, Judgement]:
+    """What is read once can't be held against itself: a patrol reads again, and makes the finding."""
+    return {state.step: Judgement(not_applicable=_NOT_AGAIN) for state in run.on_disk}
 
 
 def _judged(run: RunState, kind: ChangeKind) -> dict[int, Judgement]:
@@ -94,5 +100,19 @@ INVARIANTS = (
         misses="Steps audited without a ledger; a save whose every number is that of the one before.",
         hint="If nobody rolled the run back, find out what wrote the step again.",
         judge_run=steps_are_saved_for_good, needs=Needs.NAMES,
+    ),
+    Invariant(
+        "INT019", "content-changed-at-rest", Severity.ERROR,
+        statement="The same version of a step's files holds what it held when it was first read. Told by a patrol that "
+                  "reads unchanged steps again: auditor patrol --reread 2%.",
+        rationale="Disks and object stores lose bits without a word, and nobody notices until an old checkpoint is "
+                  "needed.",
+        source="docs/patrol.md: reading again",
+        example="global_step300: 2 pieces, first piece 14 of the Catalog, are not what they were when they were first "
+                "read, although storage tells the same version of every file",
+        misses="Steps whose turn has not come; tensors that the level does not read; what was lost before the first "
+               "audit.",
+        hint="Restore the step from a copy, and look at the storage: bits were lost at rest or on the way.",
+        judge_run=told_by_a_patrol, needs=Needs.NAMES,
     ),
 )  # fmt: skip

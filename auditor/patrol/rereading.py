@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from auditor.containers.damage import DamagedError
+from auditor.invariants.registry import find
 from auditor.ledger.record import StepRecord
 from auditor.ledger.tree import Ledger, RecordName
 from auditor.model.observation import Read
 
-ID, NAME = "INT019", "content-changed-at-rest"
+ID = "INT019"
 
 
 def num_turns(share: float) -> int:
@@ -75,12 +76,14 @@ def _different(one: StepRecord, other: StepRecord) -> list[int]:
 
 def _finding(step: int, folder: str, rows: Sequence[int]) -> dict[str, Any]:
     """As the JSON report has findings."""
+    record = find(ID)
+    assert record is not None
     return {
-        "id": ID, "name": NAME, "severity": "error", "class": None, "consequences": [], "waived": False,
+        "id": ID, "name": record.name, "severity": "error", "class": None, "consequences": [], "waived": False,
         "in_baseline": False, "minority": [],
         "message": f"{folder}: {len(rows)} pieces, first piece {rows[0]} of the Catalog, are not what they were when "
                    "they were first read, although storage tells the same version of every file",
-        "hint": "Restore the step from a copy, and look at the storage: bits were lost at rest or on the way.",
+        "hint": record.hint,
         "likely_causes": [],
         "intervals": [{"last_good": None, "first_bad": step, "last_bad": step, "healed": None}],
         "locations": [{"step": step, "tensor": None, "role": None, "coordinate": {}, "file": None}],

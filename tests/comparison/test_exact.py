@@ -165,3 +165,37 @@ def test_the_command_line():
     assert done.returncode == 1
     jsonschema.validate(json.loads(done.stdout), SCHEMA)
     assert command.run(["compare", HEALTHY, ROOT / "docs"]).returncode == 4
+
+
+def test_what_cannot_be_read_is_never_equal(tmp_path):
+    shutil.copytree(MEGATRON / "tp2", tmp_path / "cut")
+    largest = max((tmp_path / "cut").rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-400])
+    found = compared(MEGATRON / "tp1", tmp_path / "cut", steps="2")
+    assert (code(found), bool(found.steps[0].failures)) == (3, True)
+    assert found.steps[0].of(Standing.UNDETERMINED)
+    with pytest.raises(NothingToAuditError):
+        auditor.compare(str(MEGATRON / "tp1"), str(MEGATRON / "tp1"), steps="7")
+
+
+def test_zeros_and_numbers_that_are_none(healthy, tmp_path):
+    shutil.copytree(healthy, tmp_path / "run")
+    rewrite(tmp_path / "run", 10, NAME, "parameter", lambda bits: bits * 0)
+    for sides in ((healthy, tmp_path / "run"), (tmp_path / "run", healthy)):
+        (wrong,) = compared(*sides, only=[NAME]).steps[0].of(Standing.BEYOND)
+        assert wrong.pair.role.value == "parameter"
+    rewrite(tmp_path / "run", 10, NAME, "parameter", lambda bits: bits * 0 + 0x7FC0)
+    found = compared(healthy, tmp_path / "run", only=[NAME])
+    (wrong,) = found.steps[0].of(Standing.BEYOND)
+    assert "finite on one side alone" in wrong.detail
+    assert {row.pair.name for row in found.steps[0].rows} == {NAME}
+    assert found.steps[0].num_bytes_read < compared(healthy, healthy).steps[0].num_bytes_read / 4
+
+
+def test_replicas_that_drifted_apart_are_equal_to_themselves(tmp_path):
+    run = ROOT / "samples" / "bloom_drift" / "run"
+    found = compared(run, run, steps="50")
+    assert code(found) == 0
+    torn = [row for row in found.steps[0].of(Standing.EQUAL) if "alike on both sides" in row.detail]
+    assert len(torn) > 16
+    assert code(compared(ROOT / "samples" / "bloom_drift" / "healthy", run, steps="50")) == 1
