@@ -95,4 +95,4 @@ ComputeDtype = Annotated[str, typer.Option(metavar="bfloat16", help="In which wa
 Tokens = Annotated[int, typer.Option(min=0, help="Tokens a batch: the longest sum of a gradient.")]
 LearningRate = Annotated[float | None, typer.Option(min=0, help="Where none is recorded.")]
 Power = Annotated[bool, typer.Option("--power", help="Also the smallest planted errors that would have been found.")]
-Propose = Annotated[bool, typer.Option("--propose", help="Print [[map]] tables for tensors without a counterpart.")]
+Propose = Annotated[bool, typer.Option("--propose", help=r"Print \[\[map]] tables for tensors without a counterpart.")]

@@ -21,6 +21,8 @@ MAX_DEPTH = 3
 """How far below the path steps are looked for."""
 OURS = ".auditor"
 """What the hook leaves beside the steps."""
+BY_THEMSELVES = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+"""Names of files that may be whole checkpoints and that no format recognised together."""
 MAX_FOLDERS = 20_000
 """Folders that are looked into before giving up."""
 
@@ -73,8 +75,11 @@ def discover(store: Store) -> list[RunSource]:
     if runs:
         return runs
     wanted = "\n".join(f"  {adapter.name}: {adapter.looks_for}" for adapter in adapters())
+    single = [name for name in root.files if name.endswith(BY_THEMSELVES)]
+    # Scripts name their files as they like; which of them are saves of one run is not known.
+    singly = f"\nnamed by itself each of {len(single)} files here is read, {single[0]} for example" if single else ""
     nearest_text = f"\nnearest: {nearest.text}" if nearest.text else ""
-    raise NothingToAuditError(f"{store.location}: no checkpoint found. Looked for\n{wanted}{nearest_text}")
+    raise NothingToAuditError(f"{store.location}: no checkpoint found. Looked for\n{wanted}{nearest_text}{singly}")
 
 
 def _single(store: Store, root: Folder) -> RunSource:

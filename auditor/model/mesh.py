@@ -98,6 +98,8 @@ class Mesh:
         return tuple(ranks)
 
     def __str__(self) -> str:
+        if self.axes == (("rank", 1),):
+            return "one rank"
         return " · ".join(f"{axis} {degree}" for axis, degree in self.axes) or "one rank"
 
 

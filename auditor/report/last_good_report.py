@@ -28,7 +28,7 @@ def last_good_lines(run: RunReport, settings: Settings) -> Iterator[str]:
     mine = next((step for step in run.steps if good is not None and step.state == good), None)
     for identifier, judged in sorted(mine.judgements.items()) if mine else ():
         for reason, names in sorted(judged.undetermined.items()):
-            yield f"undetermined: {identifier}, {len(names)} subjects: {reason}"
+            yield f"undetermined: {identifier}, {len(names)} subject{'s'[: len(names) > 1]}: {reason}"
     for finding in run.findings:
         for interval in finding.intervals:
             if good is not None and interval.first_bad < good.step:
