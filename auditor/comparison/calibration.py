@@ -15,8 +15,9 @@ from auditor.comparison.side import Seeing, Side
 from auditor.model.catalog import Role
 from auditor.view.assemble import SourceLostError
 
-SPREAD = 2.0
-"""With R reruns, noise may be 1 + 2/√R times the largest of them: three times with one, twice with four."""
+LEAST, SPREAD = 2.0, 2.0
+"""With R reruns, noise may be 2 + 2/√R times the largest of them: four times with one, three times with four. Another
+layout rounds at other places than a perturbed input: up to 1.5 times as much was measured, whatever R was."""
 SUSPICIOUS = 3.0
 """Up to this multiple of a calibrated threshold a difference is suspicious."""
 
@@ -39,7 +40,7 @@ class Reruns:
         largest = {key: max(run.get(key, 0.0) for run in runs) for key in keys}
         usual = _usual(largest)
         count = len(runs)
-        factor = 1 + SPREAD / math.sqrt(count) if count else 0.0
+        factor = LEAST + SPREAD / math.sqrt(count) if count else 0.0
         return {
             key: _threshold(noise, usual.get(key[0], 0.0), factor, count)
             for key, noise in largest.items()
