@@ -72,8 +72,8 @@ def overwritten(run):
 def half_of_the_save_before(run):
     """Each rank's part of a moment ends as it was in the save before."""
     kept = []
-    rewrite(run, 30, WEIGHT, "first_moment", lambda bits: kept.append(bits) or bits)
-    rewrite(run, 40, WEIGHT, "first_moment", lambda bits: np.where(np.arange(len(bits)) < 64, bits, kept.pop(0)))
+    rewrite(run, 30, ROWS, "first_moment", lambda bits: kept.append(bits) or bits)
+    rewrite(run, 40, ROWS, "first_moment", lambda bits: np.where(np.arange(len(bits)) < 64, bits, kept.pop(0)))
 
 
 def of_another_rank(run):

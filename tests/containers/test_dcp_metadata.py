@@ -47,7 +47,8 @@ def test_columns_say_what_torchs_objects_say(path):
         if tensor is not None:
             assert found.chunk(found.item_chunk[row], len(tensor.shape))[0] == rows[row][1]
     assert dict(found.paths) == wanted.planner_data
-    assert found.home == str(wanted.storage_meta.checkpoint_id)
+    # torch 2.1 has no such entry.
+    assert found.home == (str(wanted.storage_meta.checkpoint_id) if wanted.storage_meta else "")
     assert not found.opaque
 
 

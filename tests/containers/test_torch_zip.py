@@ -205,6 +205,7 @@ def test_tensors_that_are_no_strided_memory_become_opaque():
     assert {name: type(value) for name, value in loaded.items()} == dict.fromkeys(tree, Opaque)
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_of_quantised_tensors_the_integers_are_read():
     content = saved(torch.quantize_per_tensor(torch.tensor([0.5, -0.2]), 0.1, 2, torch.qint8))
     found = read(content).tree
