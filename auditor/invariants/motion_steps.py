@@ -356,7 +356,8 @@ INVARIANTS = (
         source="pytorch/pytorch#144657; Lightning-AI/pytorch-lightning#20953",
         example="3.mlp.dense_4h_to_h.weight (first_moment) holds values of two steps: 512 elements in one stretch "
                 "are those of step 200, the others moved on",
-        misses="Values of a step between the saves; stretches that are scattered; runs without first moments.",
+        misses="Values of a step between the saves; stretches that are scattered over the tensor, as those of a part "
+               "of every row are (tensor-parallel columns); runs without first moments.",
         hint="Don't resume from this step. Make the save wait for the copy, or the step for the save.",
         needs=Needs.WEIGHTS, judge_motion=no_stretch_is_stale, joints=joints, one_fault=True,
         likely_causes=(LikelyCause("an asynchronous save copied a buffer while it changed", "pytorch/pytorch#144657"),),
