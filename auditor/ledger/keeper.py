@@ -111,11 +111,16 @@ class Keeper:
                     return Recalled(record, found)
         return None
 
-    def rank(self, account: StepAccount) -> tuple[int, bool, int, int]:
-        """What makes a record the better one: the later content, the same choices and version, how much it says."""
+    def rank(self, account: StepAccount) -> tuple[int, bool, int, int, int]:
+        """What makes a record the better one: the later content, the same choices and version, how much it says.
+
+        Last, by how near a save it was judged: of equal ones it would be chance which is taken.
+        """
         said = account.said
         same = (said.choices, said.tool) == (self.choices, __version__)
-        return account.sequence, same, len(said.judgements), account.num_contents
+        before = said.before.partition(" ")[0]
+        near = int(before) if before.isdecimal() else -1
+        return account.sequence, same, len(said.judgements), account.num_contents, near
 
     def place(
         self, catalog: Catalog, observations: Observations, state: StepState, known: Recalled | None, folder: str
