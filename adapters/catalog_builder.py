@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from auditor.model.catalog import Catalog, File, FileState, Problem, Role, Scalar, Tensor
 from auditor.model.dtype import DType
 from auditor.model.encoding import Encoding
@@ -119,6 +122,17 @@ class CatalogBuilder:
         axes = self._tensors[tensor].replica_axes
         replica = self._numbers[tensor][coordinate.along(axes)] if axes else 0
         self._pieces.add(tensor, file, offset, region, coordinate, replica=replica, key=key, strides=strides)
+
+    def boxes(
+        self, tensor: int, file: int, offsets: NDArray[np.int64], start: NDArray[np.int64], stop: NDArray[np.int64],
+        coordinates: Sequence[Coordinate], places: NDArray[np.int64], *, key: str = "", strides: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Add many pieces of one replica of ``tensor``, as :meth:`PiecesBuilder.add_boxes` has them."""
+        axes = self._tensors[tensor].replica_axes
+        replica = self._numbers[tensor][coordinates[0].along(axes)] if axes and coordinates else 0
+        self._pieces.add_boxes(
+            tensor, file, offsets, start, stop, coordinates, places, replica=replica, key=key, strides=strides,
+        )  # fmt: skip
 
     def build(
         self, step: int, path: str, format_name: str, mesh: Mesh, opaque: Mapping[str, int], unclaimed: Sequence[str]

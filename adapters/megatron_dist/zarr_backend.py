@@ -66,8 +66,9 @@ class ZarrReading:
         array = stored.array
         document: Opened[Any] = Opened(f"{key}/{DOCUMENT}", stored.state, None, stored.detail, entry)
         dtype = array.dtype("") if array else None
-        if array is not None and (array.unsupported or array.codec or dtype is None):
-            what = array.unsupported or (f"codec {array.codec}" if array.codec else f"data type {array.data_type}")
+        codec = array.codec or ("sharding_indexed" if array.shard_shape is not None else "") if array else ""
+        if array is not None and (array.unsupported or codec or dtype is None):
+            what = array.unsupported or (f"codec {codec}" if codec else f"data type {array.data_type}")
             document = Opened(document.name, FileState.UNREADABLE, None, f"{what} of its array is not read", entry)
         self._add_file(document, "json")
         if array is None or dtype is None or document.state is not FileState.PRESENT:

@@ -50,10 +50,9 @@ class StoredArray:
     """What is wrong with the document."""
     state: FileState = FileState.PRESENT
     chunks: Mapping[Position, Chunk] = field(default_factory=dict)
+    """Of an array in shards, the shards."""
     strays: tuple[str, ...] = ()
     """Keys below it that are no chunks of it."""
-    broken: Mapping[str, Opened[Any]] = field(default_factory=dict)
-    """Key of a shard whose index can't be read."""
 
 
 @dataclass(slots=True)

@@ -12,6 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from auditor.adapters.orbax.metadata import Sharding
 from auditor.model.mesh import EVERYWHERE, Coordinate, Placement, Replicate, Shard
 
@@ -95,6 +98,22 @@ def mosaic(
 def _fits(chunk_shape: Sequence[int], stripe: Sequence[int]) -> bool:
     """Whether no chunk reaches over the border of a stripe."""
     return all(extent % chunk == 0 for chunk, extent in zip(chunk_shape, stripe, strict=True))
+
+
+def coordinates_of(found: Mosaic | None, starts: NDArray[np.int64]) -> tuple[list[Coordinate], NDArray[np.int64]]:
+    """The places of the ranks that wrote many chunks, a row of ``starts`` each: coordinates, and which is whose."""
+    if found is None or not len(starts):
+        return [EVERYWHERE], np.zeros(len(starts), np.int64)
+    cells = starts // np.array(found.shard_shape, np.int64)
+    if found.stripe_dim >= 0:
+        extent = found.shard_shape[found.stripe_dim]
+        stripes = starts[:, found.stripe_dim] % extent // (extent // found.num_stripes)
+        cells = np.concatenate([cells, stripes[:, None]], axis=1)
+    place = np.zeros(len(cells), np.int64)
+    for column in cells.T:
+        place = place * (int(column.max()) + 1) + column
+    _, first, which = np.unique(place, return_index=True, return_inverse=True)
+    return [found.coordinate(start) for start in starts[first].tolist()], which
 
 
 def coordinate_of(found: Mosaic | None, start: Sequence[int]) -> Coordinate:

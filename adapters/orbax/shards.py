@@ -1,10 +1,10 @@
-"""Arrays whose chunks lie several in a shard: from the shards, as files or in a database, to the chunks in them."""
+"""Arrays whose chunks lie several in a shard: the indexes of the shards, which lie in files or in a database."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from auditor.adapters.orbax.arrays import Chunk, StoredArray
@@ -12,40 +12,40 @@ from auditor.adapters.step_file import Opened
 from auditor.containers.damage import DamagedError
 from auditor.containers.encoded import InMemory
 from auditor.containers.zarr_array import Position, ZarrArray
-from auditor.containers.zarr_shards import chunks_in_shard
+from auditor.containers.zarr_shards import Entries, InShard, chunks_in_shard
 from auditor.model.catalog import FileState
 from auditor.storage.store import Entry, Handle, ObjectMissingError, StorageError, Store
 
 
-def unsharded(store: Store, stored: StoredArray) -> StoredArray:
-    """The array with the chunks in its shards; what is wrong with a shard's index is in ``broken``."""
-    array = stored.array
-    if array is None or not array.shard_shape or array.unsupported:
-        return stored
-    chunks: dict[Position, Chunk] = {}
-    broken: dict[str, Opened[Any]] = {}
+@dataclass(slots=True)
+class Shards:
+    """What the shards of one array hold."""
+
+    found: list[tuple[Chunk, InShard]] = field(default_factory=list)
+    """Every shard whose index could be read, in order of position."""
+    broken: dict[str, Opened[Any]] = field(default_factory=dict)
+    """Key of a shard whose index can't be read."""
+
+
+def read_shards(store: Store, stored: StoredArray, array: ZarrArray, entries: Entries) -> Shards:
+    """Read the indexes of all shards of an array, as long as ``entries`` are left."""
+    shards = Shards()
     for position, shard in sorted(stored.chunks.items()):
         key = array.shards.key(position)
         try:
-            chunks |= _inside(store, array, position, shard)
+            shards.found.append((shard, _index(store, array, position, shard, entries)))
         except ObjectMissingError:
-            broken[key] = Opened[Any].absent(key)
+            shards.broken[key] = Opened[Any].absent(key)
         except DamagedError as error:
-            broken[key] = Opened(key, FileState.DAMAGED, None, str(error), shard.entry)
+            shards.broken[key] = Opened(key, FileState.DAMAGED, None, str(error), shard.entry)
         except StorageError as error:
-            broken[key] = Opened(key, FileState.UNREADABLE, None, str(error), shard.entry)
-    return replace(stored, chunks=chunks, broken=broken)
+            shards.broken[key] = Opened(key, FileState.UNREADABLE, None, str(error), shard.entry)
+    return shards
 
 
-def _inside(store: Store, array: ZarrArray, position: Position, shard: Chunk) -> dict[Position, Chunk]:
+def _index(store: Store, array: ZarrArray, position: Position, shard: Chunk, entries: Entries) -> InShard:
     with _opened(store, shard) as handle:
-        return {
-            at: replace(
-                shard, offset=offset, num_stored=length,
-                inline=None if shard.inline is None else shard.inline[offset : offset + length],
-            )
-            for at, offset, length in chunks_in_shard(handle, shard.offset, shard.num_stored, array, position)
-        }  # fmt: skip
+        return chunks_in_shard(handle, shard.offset, shard.num_stored, array, position, entries)
 
 
 @contextmanager

@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.optax.record import numbers, record
 from auditor.adapters.optax.tree import Leaf, OptaxTree
 from auditor.adapters.orbax.arrays import Chunk, StoredArray
-from auditor.adapters.orbax.mosaic import Mosaic, coordinate_of
-from auditor.adapters.orbax.shards import unsharded
+from auditor.adapters.orbax.mosaic import Mosaic, coordinate_of, coordinates_of
+from auditor.adapters.orbax.shards import read_shards
 from auditor.adapters.step_file import Opened
 from auditor.containers.elements import number_of
 from auditor.containers.encoded import open_file
 from auditor.containers.zarr_array import Position, ZarrArray
+from auditor.containers.zarr_shards import Entries, InShard
 from auditor.model.catalog import File, FileState
 from auditor.model.dtype import DType
 from auditor.model.encoding import ZEROS, EncodingBuilder
@@ -27,6 +31,8 @@ from auditor.storage.store import StorageError, Store, read_bytes
 _ZEROS_OR_LOST = "it is not stored: it was of zeros, which its writer leaves out, or is lost"
 MAX_NAMED = 256
 """Missing chunks of one array that are named; the rest is a gap in the tensor."""
+MAX_ZEROS = 1 << 16
+"""Chunks of zeros that one array may leave out: its writer makes one a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +90,21 @@ class OrbaxFiles:
             return number, encoding.hold(length, codec, chunk.inline)
         return number, encoding.add(length, codec, chunk.offset, chunk.num_stored)
 
-    def zeros(self, number: int, length: int) -> int:
-        """Where in a file's content zeros begin that it doesn't store."""
-        return self._encodings.setdefault(number, EncodingBuilder()).hold(length, ZEROS, b"")
+    def place_shard(
+        self, shard: Chunk, inside: InShard, codec: str, length: int, place: Coordinate
+    ) -> tuple[int, NDArray[np.int64]]:
+        """File of a shard, and where in that file's content its chunks of ``length`` bytes begin."""
+        if shard.entry is not None:
+            self.add(shard.file, Opened(shard.file, FileState.PRESENT, None, "", shard.entry), "zarr", place)
+        number = self.numbers[shard.file]
+        encoding = self._encodings.setdefault(number, EncodingBuilder())
+        first = inside.offset + (shard.offset if shard.inline is None else 0)
+        return number, encoding.add_many(length, codec, first, inside.length, shard.inline)
+
+    def zeros(self, number: int, length: int, count: int) -> NDArray[np.int64]:
+        """Where in a file's content chunks of zeros begin that it doesn't store."""
+        encoding, nothing = self._encodings.setdefault(number, EncodingBuilder()), np.zeros(count, np.int64)
+        return encoding.add_many(length, ZEROS, nothing, nothing, b"")
 
     def encode(self) -> None:
         """Hand what was collected to the files."""
@@ -103,6 +121,7 @@ class OrbaxTensors:
         self.wanted = frozenset(numbers(self.tree))
         self.scalars: dict[int, tuple[int, int]] = {}
         """Leaf to where its one element is."""
+        self.entries = Entries()
         self.values: dict[int, float] = {}
         """Leaf to its number, for those that are metadata."""
 
@@ -130,14 +149,14 @@ class OrbaxTensors:
         return max(meshes, key=lambda mesh: (meshes[mesh], mesh.axes), default=Mesh())
 
     def _add_pieces(self, at: int, number: int, entry: Found) -> None:
-        array, stored = entry.array, unsharded(self.store, entry.stored)
-        for key, opened in stored.broken.items():
-            path = f"{entry.item}/{stored.name}/{key}".lstrip("/")
-            self.files.add(path, opened, "zarr")
+        array, stored = entry.array, entry.stored
         if entry.lost_in or array.unsupported:
             file = self._unread(entry) if not entry.lost_in else self.files.numbers[entry.lost_in]
             for position in islice(array.positions(), MAX_NAMED):
                 self._lost(number, entry, file, position)
+            return
+        if array.shard_shape is not None:
+            self._add_shards(at, number, entry)
             return
         length, strides = array.chunk_bytes(entry.dtype), array.strides
         for position, chunk in sorted(stored.chunks.items()):
@@ -148,18 +167,48 @@ class OrbaxTensors:
             if at in self.wanted and not position:
                 self.scalars[at] = file, offset
         if len(stored.chunks) < array.num_chunks:
-            for position in islice((one for one in array.positions() if one not in stored.chunks), MAX_NAMED):
-                self._missing_or_zeros(number, entry, position)
+            there = [array.number(position) for position in stored.chunks]
+            self._add_missing(number, entry, np.array(there, np.int64))
 
-    def _missing_or_zeros(self, number: int, entry: Found, position: Position) -> None:
-        """The piece of a chunk that is not stored."""
-        if not entry.zeros_in or not entry.array.fills_zeros:
-            self._lost(number, entry, self._missing(entry, position), position)
+    def _add_shards(self, at: int, number: int, entry: Found) -> None:
+        """The chunks of an array that lie in shards."""
+        array, stored = entry.array, entry.stored
+        length, shards = array.chunk_bytes(entry.dtype), read_shards(self.store, stored, array, self.entries)
+        for key, opened in shards.broken.items():
+            self.files.add(f"{entry.item}/{stored.name}/{key}".lstrip("/"), opened, "zarr")
+        for shard, inside in shards.found:
+            starts, stops = array.boxes(inside.number)
+            coordinates, places = coordinates_of(entry.how, starts)
+            file, offsets = self.files.place_shard(shard, inside, array.codec, length, coordinates[0])
+            self.builder.boxes(
+                number, file, offsets, starts, stops, coordinates, places, key=stored.name, strides=array.strides
+            )
+            if at in self.wanted and not array.shape and len(offsets):
+                self.scalars[at] = file, int(offsets[0])
+        there = [inside.number for _, inside in shards.found]
+        if sum(map(len, there)) < array.num_chunks:
+            self._add_missing(number, entry, np.concatenate(there) if there else np.zeros(0, np.int64))
+
+    def _add_missing(self, number: int, entry: Found, there: NDArray[np.int64]) -> None:
+        """The pieces of chunks that are not stored; ``there``: the numbers of those that are."""
+        array = entry.array
+        if entry.zeros_in and array.fills_zeros:
+            self._add_zeros(number, entry, array.missing(there, min(MAX_ZEROS, self.entries.num_left)))
             return
-        file, array = self.files.numbers[entry.zeros_in], entry.array
-        box, place = array.box(position), coordinate_of(entry.how, array.box(position).start)
-        at = self.files.zeros(file, array.chunk_bytes(entry.dtype))
-        self.builder.piece(number, file, at, box, place, key=entry.stored.name, strides=array.strides)
+        for lost in array.missing(there, MAX_NAMED).tolist():
+            position = array.position_of(lost)
+            self._lost(number, entry, self._missing(entry, position), position)
+
+    def _add_zeros(self, number: int, entry: Found, lost: NDArray[np.int64]) -> None:
+        """The pieces of chunks that are not stored because they are of zeros."""
+        array, file = entry.array, self.files.numbers[entry.zeros_in]
+        self.entries.take(len(lost))
+        starts, stops = array.boxes(lost)
+        coordinates, places = coordinates_of(entry.how, starts)
+        offsets = self.files.zeros(file, array.chunk_bytes(entry.dtype), len(lost))
+        self.builder.boxes(
+            number, file, offsets, starts, stops, coordinates, places, key=entry.stored.name, strides=array.strides
+        )
 
     def _lost(self, number: int, entry: Found, file: int, position: Position) -> None:
         """The piece of a chunk that is not to be had."""
@@ -174,7 +223,7 @@ class OrbaxTensors:
     def _missing(self, entry: Found, position: Position) -> int:
         array, key = entry.array, entry.array.key(position)
         path = f"{entry.item}/{entry.stored.name}/{key}".lstrip("/")
-        held = array.shard_shape and array.shards.position(key) in entry.stored.chunks
+        held = array.shard_shape is not None and array.shards.position(key) in entry.stored.chunks
         if held and self.files.states.get(path, FileState.PRESENT) is FileState.PRESENT:
             path = f"{path}[{','.join(map(str, position))}]"
         if entry.may_be_zeros and array.fills_zeros:

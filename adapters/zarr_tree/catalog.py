@@ -31,6 +31,7 @@ from auditor.adapters.zarr_tree.description import (
 )
 from auditor.adapters.zarr_tree.files import DOCUMENT, StepFiles, Stored, said
 from auditor.containers.zarr_names import escape, unescape
+from auditor.containers.zarr_shards import Entries
 from auditor.model.catalog import Catalog, File, FileState, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import UINT8, DType
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh, coordinates_along
@@ -74,6 +75,7 @@ class ZarrTreeReading:
         self.description = Description(described, self._path)
         self.builder = CatalogBuilder()
         self.num_absent = 0
+        self.entries = Entries()
         self.tensors = self._tensors()
         self.mesh = self._mesh()
 
@@ -266,7 +268,7 @@ class ZarrTreeReading:
             return
         if not array.num_chunks:
             self.builder.piece(number, document, 0, whole(shape), place, key=key)
-        ChunkPlacing(self.builder, self.files.store, stored, array, dtype, self._path).add(number, place)
+        ChunkPlacing(self.builder, self.files.store, stored, array, dtype, self._path, self.entries).add(number, place)
 
     def _check_origin(self, tensor: _Tensor, place: Coordinate, stored: Stored, step: int) -> None:
         """An array that was put in another's place still says what it was written as."""

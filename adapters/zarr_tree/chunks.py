@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
 
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.zarr_tree.files import Stored
 from auditor.containers.damage import DamagedError
 from auditor.containers.zarr_array import Position, ZarrArray
-from auditor.containers.zarr_shards import chunks_in_shard
+from auditor.containers.zarr_shards import Entries, chunks_in_shard
 from auditor.model.catalog import File, FileState
 from auditor.model.dtype import DType
 from auditor.model.encoding import EncodingBuilder
@@ -26,24 +28,26 @@ class ChunkPlacing:
 
     def __init__(
         self, builder: CatalogBuilder, store: Store, stored: Stored, array: ZarrArray, dtype: DType,
-        path: Callable[[str], str],
+        path: Callable[[str], str], entries: Entries,
     ) -> None:  # fmt: skip
         self.builder, self.store, self.stored, self.array, self.path = builder, store, stored, array, path
-        self.length = array.chunk_bytes(dtype)
+        self.length, self.entries = array.chunk_bytes(dtype), entries
         self.lost: dict[Position, int] = {}
         """Shards whose index can't be read, to their files."""
 
     def add(self, number: int, place: Coordinate) -> None:
         """Add a piece a chunk, and for chunks that are not there a piece each all the same, as long as they are few."""
-        there: set[Position] = set()
-        for position, entry in sorted(self.stored.chunks.items()):
-            if self.array.shard_shape:
-                there |= self._add_shard(number, place, position, entry)
-            else:
+        array, chunks = self.array, sorted(self.stored.chunks.items())
+        if array.shard_shape is None:
+            for position, entry in chunks:
                 self._add_chunk(number, place, position, entry)
-                there.add(position)
-        if len(there) < self.array.num_chunks:
-            for position in islice((at for at in self.array.positions() if at not in there), MAX_NAMED):
+            there = [np.array([array.number(position) for position, _ in chunks], np.int64)]
+        else:
+            there = [self._add_shard(number, place, position, entry) for position, entry in chunks]
+        if sum(map(len, there)) < array.num_chunks:
+            known = np.concatenate(there) if there else np.zeros(0, np.int64)
+            for lost in array.missing(known, MAX_NAMED).tolist():
+                position = array.position_of(lost)
                 self._piece(number, self._missing(place, position), 0, position, place)
 
     def _piece(self, number: int, file: int, offset: int, position: Position, place: Coordinate) -> None:
@@ -64,12 +68,12 @@ class ChunkPlacing:
             self.builder.encode(file, encoding.build())
         self._piece(number, file, 0, position, place)
 
-    def _add_shard(self, number: int, place: Coordinate, shard: Position, entry: Entry) -> set[Position]:
-        """Add the chunks of a shard; their positions."""
-        state, detail, found = FileState.PRESENT, "", list[tuple[Position, int, int]]()
+    def _add_shard(self, number: int, place: Coordinate, shard: Position, entry: Entry) -> NDArray[np.int64]:
+        """Add the chunks of a shard; their numbers."""
+        array, state, detail = self.array, FileState.PRESENT, ""
         try:
             with self.store.open(entry.name) as handle:
-                found = list(chunks_in_shard(handle, 0, entry.num_bytes, self.array, shard))
+                found = chunks_in_shard(handle, 0, entry.num_bytes, array, shard, self.entries)
         except DamagedError as error:
             state, detail = FileState.DAMAGED, str(error)
         except StorageError as error:
@@ -77,18 +81,20 @@ class ChunkPlacing:
         file = self.builder.file(File(entry.name, entry.num_bytes, entry.identity, state, place, detail, "zarr"))
         if detail:
             self.lost[shard] = file
-            return set()
-        encoding = EncodingBuilder()
-        for position, offset, length in found:
-            at = encoding.add(self.length, self.array.codec, offset, length)
-            self._piece(number, file, at, position, place)
+            return np.zeros(0, np.int64)
+        encoding, (starts, stops) = EncodingBuilder(), array.boxes(found.number)
+        offsets = encoding.add_many(self.length, array.codec, found.offset, found.length)
+        self.builder.boxes(
+            number, file, offsets, starts, stops, [place], np.zeros(len(offsets), np.int64),
+            key=self.stored.path, strides=array.strides,
+        )  # fmt: skip
         self.builder.encode(file, encoding.build())
-        return {position for position, _, _ in found}
+        return found.number
 
     def _missing(self, place: Coordinate, position: Position) -> int:
         """The file of a chunk that is not there."""
         array, key = self.array, self.array.key(position)
-        if array.shard_shape:
+        if array.shard_shape is not None:
             shard = array.shards.position(key)
             if shard in self.lost:
                 return self.lost[shard]

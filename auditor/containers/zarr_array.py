@@ -18,6 +18,9 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from auditor.containers.damage import DamagedError, LimitError
 from auditor.containers.json_document import read_json
 from auditor.containers.zarr_codecs import Codecs, counts, named, read_codecs
@@ -57,8 +60,8 @@ class ZarrArray(ZarrNode):
     how: Codecs = field(default_factory=Codecs)
     fills_zeros: bool = False
     """Whether the document says that chunks that are not stored are zeros."""
-    shard_shape: tuple[int, ...] = ()
-    """Of what is stored under one key, where that holds several chunks."""
+    shard_shape: tuple[int, ...] | None = None
+    """Of what is stored under one key, where the chunks lie in shards whose index must be read."""
 
     @property
     def codec(self) -> str:
@@ -68,7 +71,13 @@ class ZarrArray(ZarrNode):
     @property
     def shards(self) -> ZarrArray:
         """The array in the parts that are stored under keys."""
-        return replace(self, chunk_shape=self.shard_shape, shard_shape=()) if self.shard_shape else self
+        return self if self.shard_shape is None else replace(self, chunk_shape=self.shard_shape, shard_shape=None)
+
+    @property
+    def chunks_in_shard(self) -> tuple[int, ...]:
+        """Chunks along every dim of a shard."""
+        shard = self.chunk_shape if self.shard_shape is None else self.shard_shape
+        return tuple(outer // inner for outer, inner in zip(shard, self.chunk_shape, strict=True))
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -91,11 +100,14 @@ class ZarrArray(ZarrNode):
         """Every position of the grid, in C order; made one by one, for there may be too many."""
         yield from _positions(self.grid)
 
+    def number(self, position: Position) -> int:
+        """Which chunk of the grid, in C order, the one at ``position`` is."""
+        return sum(at * step for at, step in zip(position, c_strides(self.grid), strict=True))
+
     def key(self, position: Position) -> str:
         """The key below the array under which a chunk is stored."""
-        if self.shard_shape:
-            parts = [outer // inner for outer, inner in zip(self.shard_shape, self.chunk_shape, strict=True)]
-            return self.shards.key(tuple(at // n for at, n in zip(position, parts, strict=True)))
+        if self.shard_shape is not None:
+            return self.shards.key(tuple(at // n for at, n in zip(position, self.chunks_in_shard, strict=True)))
         numbers = list(map(str, position))
         return self.separator.join([self.prefix, *numbers] if self.prefix else numbers or ["0"])
 
@@ -132,6 +144,28 @@ class ZarrArray(ZarrNode):
         """What the chunk at a position holds of the array."""
         start = tuple(p * c for p, c in zip(position, self.chunk_shape, strict=True))
         return Box(start, tuple(min(a + c, n) for a, c, n in zip(start, self.chunk_shape, self.shape, strict=True)))
+
+    def boxes(self, numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The same of many chunks by their numbers in C order of the grid: starts and stops, a row a chunk."""
+        start, rest = np.zeros((len(numbers), len(self.shape)), np.int64), numbers
+        for dim, count in reversed(list(enumerate(self.grid))):
+            rest, start[:, dim] = np.divmod(rest, count)
+        start *= np.array(self.chunk_shape, np.int64)
+        stop = np.minimum(start + np.array(self.chunk_shape, np.int64), np.array(self.shape, np.int64))
+        return start, stop
+
+    def missing(self, numbers: NDArray[np.int64], most: int) -> NDArray[np.int64]:
+        """The first ``most`` numbers of chunks of the grid that are not among ``numbers``."""
+        asked = np.arange(min(self.num_chunks, len(numbers) + most))
+        return np.setdiff1d(asked, numbers)[:most]
+
+    def position_of(self, number: int) -> Position:
+        """The position of the chunk of this number in C order of the grid."""
+        found = []
+        for count in reversed(self.grid):
+            number, at = divmod(number, count)
+            found.append(at)
+        return tuple(reversed(found))
 
     def chunk_bytes(self, dtype: DType) -> int:
         """Length of every chunk."""
@@ -200,14 +234,14 @@ def _array(document: Mapping[str, Any], attributes: Mapping[str, Any]) -> ZarrAr
     if grid[0] != "regular":
         # Keys of chunks are not known then either; the whole array counts as one.
         unsupported, chunk_shape = f"chunk grid {grid[0][:40] or 'of no name'}", tuple(max(1, n) for n in shape)
-    chunk_shape, shard_shape = checked(shape, chunk_shape), tuple[int, ...]()
+    chunk_shape, shard_shape = checked(shape, chunk_shape), None
     data_type = document.get("data_type")
     name = data_type if isinstance(data_type, str) else named(data_type)[0]
     if not name or len(name) > 64:
         raise DamagedError("it has no data type")
     how = read_codecs(document.get("codecs"), chunk_shape, APART.get(name))
     unsupported = unsupported or how.unsupported
-    if how.inner_shape and not unsupported:
+    if how.inner_shape is not None and not unsupported:
         chunk_shape, shard_shape = how.inner_shape, chunk_shape
     if encoding[0] not in ("default", "v2"):
         unsupported = unsupported or f"chunk keys {encoding[0][:40] or 'of no name'}"

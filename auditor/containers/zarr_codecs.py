@@ -34,7 +34,7 @@ class Codecs:
     """Why it isn't read; empty where it is."""
     order: tuple[int, ...] = ()
     """Dims from the slowest to the fastest; empty: as they are."""
-    inner_shape: tuple[int, ...] = ()
+    inner_shape: tuple[int, ...] | None = None
     """Of the chunks in a shard, where the shard's index must be read to know where they are."""
     index_first: bool = False
     """Whether the index is at the beginning of the shard."""

@@ -133,6 +133,30 @@ class EncodingBuilder:
             column.append(value)
         return start
 
+    def add_many(
+        self,
+        num_bytes: int,
+        codec: str,
+        offsets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        held: bytes | None = None,
+    ) -> NDArray[np.int64]:
+        """Chunks of ``num_bytes`` each, stored in the file, or in ``held`` where that is given; their positions."""
+        if held is not None:
+            offsets = offsets + self._num_held
+            self._memory.append(held)
+            self._num_held += len(held)
+        count, pace = len(offsets), -(-num_bytes // _ALIGNED) * _ALIGNED
+        starts = -(-self._stop // _ALIGNED) * _ALIGNED + pace * np.arange(count, dtype=np.int64)
+        if count:
+            self._stop = int(starts[-1]) + num_bytes
+        number = self._codecs.setdefault(codec, len(self._codecs))
+        same = (np.full(count, value, np.int64) for value in (num_bytes, number, held is not None))
+        size, code, kept = same
+        for column, values in zip(self._columns, (starts, size, offsets, lengths, code, kept), strict=True):
+            column.frombytes(values.astype("q").tobytes())
+        return starts
+
     def build(self) -> Encoding:
         """The finished table."""
         start, num_bytes, offset, num_stored, codec, held = (np.array(column, np.int64) for column in self._columns)

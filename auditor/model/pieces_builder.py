@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from auditor.model.catalog import Pieces, c_strides
 from auditor.model.mesh import Coordinate
@@ -59,8 +60,43 @@ class PiecesBuilder:
             column["strides_at"].append(len(pool))
             pool.extend(strides)
 
+    def add_boxes(
+        self, tensor: int, file: int, offsets: NDArray[np.int64], start: NDArray[np.int64], stop: NDArray[np.int64],
+        coordinates: Sequence[Coordinate], places: NDArray[np.int64],
+        *, replica: int = 0, key: str = "", strides: Sequence[int],
+    ) -> None:  # fmt: skip
+        """Add many pieces of one tensor, whose regions are boxes: a row each in ``start`` and ``stop``.
+
+        ``places``: of each, the position of its coordinate in ``coordinates``. All have the same ``strides``.
+        """
+        column, (count, dims) = self._columns, start.shape
+        known = [self._coordinates.setdefault(place, len(self._coordinates)) for place in coordinates]
+        first = len(column["pool"])
+        # Strides have their place in the pool once, whether some row needs them or not.
+        column["pool"].extend(strides)
+        rows: dict[str, NDArray[np.int64]] = {
+            "offset": offsets, "coordinate": np.array(known, np.int64)[places],
+            "region_at": first + dims + 2 * dims * np.arange(count),
+            "strides_at": np.where(_in_c_order(stop - start, strides), -1, first),
+        }  # fmt: skip
+        same = {"tensor": tensor, "file": file, "replica": replica, "num_dims": dims}
+        same["key"] = self._keys.setdefault(key, len(self._keys))
+        rows |= {name: np.full(count, value, np.int64) for name, value in same.items()}
+        for name, values in rows.items():
+            column[name].frombytes(values.astype(column[name].typecode).tobytes())
+        column["pool"].frombytes(np.concatenate([start, stop], axis=1).astype("q").tobytes())
+
     def build(self) -> Pieces:
         """The finished table."""
         types = {"i": np.int32, "q": np.int64, "b": np.int8}
         columns = {name: np.array(c, dtype=types[c.typecode]) for name, c in self._columns.items()}
         return Pieces(columns, list(self._coordinates), list(self._keys))
+
+
+def _in_c_order(shapes: NDArray[np.int64], strides: Sequence[int]) -> NDArray[np.bool_]:
+    """Of which rows of ``shapes`` the strides are those of C order."""
+    good, step = np.ones(len(shapes), bool), np.ones(len(shapes), np.int64)
+    for dim in reversed(range(shapes.shape[1])):
+        good &= step == strides[dim]
+        step *= np.maximum(shapes[:, dim], 1)
+    return good

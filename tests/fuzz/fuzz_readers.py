@@ -153,16 +153,17 @@ def read_shard(data: bytes) -> None:
     """Find the chunks of a shard of four."""
     from auditor.containers.zarr_array import ZarrArray
     from auditor.containers.zarr_codecs import Codecs
-    from auditor.containers.zarr_shards import chunks_in_shard
+    from auditor.containers.zarr_shards import Entries, chunks_in_shard
     from auditor.storage.memory import MemoryStore
 
     first, checksum = (bool(data[0] & bit) if data else False for bit in (1, 2))
     how = Codecs("", inner_shape=(2, 2), index_first=first, index_checksum=checksum)
     array = ZarrArray({}, (7, 3), (2, 2), "float32", how=how, shard_shape=(4, 4))
     with MemoryStore({"f": data[1:]}).open("f") as handle:
-        for position, offset, length in chunks_in_shard(handle, 0, len(data) - 1, array, (1, 0)):
-            assert 0 <= offset <= offset + length < len(data)
-            assert position in {(2, 0), (2, 1), (3, 0), (3, 1)}
+        found = chunks_in_shard(handle, 0, len(data) - 1, array, (1, 0), Entries())
+    for number, offset, length in zip(found.number.tolist(), found.offset.tolist(), found.length.tolist(), strict=True):
+        assert 0 <= offset < offset + length < len(data)
+        assert array.position_of(number) in {(2, 0), (2, 1), (3, 0), (3, 1)}
 
 
 def read_treedef(data: bytes) -> None:

@@ -1,9 +1,11 @@
 """Orbax checkpoints that lie: databases whose nodes lead elsewhere, chunks that expand, documents that overstate."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import google_crc32c
 import zstandard
 
 from tests import ocdbt_writer as writer
@@ -95,6 +97,26 @@ def itself() -> dict[str, bytes]:
     return one_node(writer.inner({"a": (0, 0, size, 0)}, ["d/node"]), 1)
 
 
+def many_chunks(count: int, checksum: bool = True) -> Callable[[Path], object]:
+    """A shard of ``count`` chunks in a sparse file: an index of nothing but zeros."""
+
+    def change(folder: Path) -> None:
+        plain = [{"name": "bytes", "configuration": {"endian": "little"}}]
+        index = {"chunk_shape": [1], "codecs": plain, "index_codecs": [*plain, {"name": "crc32c"}]}
+        document("params.bias/zarr.json", shape=[count],
+                 chunk_grid={"name": "regular", "configuration": {"chunk_shape": [count]}},
+                 codecs=[{"name": "sharding_indexed", "configuration": index}])(folder)  # fmt: skip
+        shutil.rmtree(folder / "params.bias/c")
+        (folder / "params.bias/c").mkdir()
+        found = google_crc32c.value(bytes(16 * count)) ^ (not checksum)
+        with (folder / "params.bias/c/0").open("wb") as file:
+            file.truncate(16 * count)
+            file.seek(16 * count)
+            file.write(found.to_bytes(4, "little"))
+
+    return change
+
+
 GOOD = zstandard.compress(bytes(16))
 
 ORBAX_INPUTS = (
@@ -147,4 +169,10 @@ ORBAX_INPUTS = (
         "params.kernel/.zarray", compressor={"id": "blosc"})), 1, "INT015"),
     orbax("an index of 2^63", "a shard's index", plain("files_zarr3", in_place(
         "params.kernel/c/0/0", lambda raw: raw[:-20] + b"\xff" * 20)), 1, "INT015", "params.kernel/c/0/0"),
+    orbax("a million chunks of no bytes", "a shard's index", plain("files_zarr3", many_chunks(1 << 20)), 1, "INT002",
+          "params.bias/c/0"),
+    orbax("a million chunks by a wrong checksum", "a shard's index", plain("files_zarr3", many_chunks(1 << 20, False)),
+          1, "INT002", "params.bias/c/0"),
+    orbax("four million chunks of no bytes", "a shard's index", plain("files_zarr3", many_chunks(1 << 22)), 1,
+          "at most 1048576 are read", "params.bias/c/0"),
 )  # fmt: skip
