@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from auditor.containers.zarr_names import escape, unescape
-from auditor.patrol.survey import Found, Survey
+from auditor.patrol.survey import Survey
 from auditor.storage.store import ObjectMissingError, Store, base_name, read_bytes
 from auditor.storage.writer import Writer
 
@@ -95,19 +95,15 @@ class Memory:
 
     def save_survey(self, survey: Survey, now: float) -> None:
         """Write down how far the listing has come."""
-        self._write(self._survey(), {
-            "at": now, "after": survey.after, "num_keys": survey.num_keys, "refused": survey.refused,
-            "found": [asdict(found) for found in survey.found],
-        })  # fmt: skip
+        self._write(self._survey(), {"at": now, **survey.to_json()})
 
     def survey(self, store: Store, now: float, max_seconds: float) -> Survey:
         """A survey that goes on where one stopped at most ``max_seconds`` ago; else a new one."""
         said = self._read(self._survey())
         try:
             if isinstance(said, dict) and 0 <= now - said["at"] <= max_seconds:
-                found = [Found(**item) for item in said["found"]]
-                return Survey(store, found, dict(said["refused"]), int(said["num_keys"]), str(said["after"]))
-        except (TypeError, KeyError, ValueError):
+                return Survey.from_json(store, said)
+        except (TypeError, KeyError, ValueError, AttributeError):
             pass
         return Survey(store)
 

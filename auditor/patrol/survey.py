@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from auditor.adapters.adapter import Folder
 from auditor.adapters.registry import recognise
@@ -55,6 +56,23 @@ class _Open:
         """The folder as adapters look at it."""
         return Folder(self.path, dict(sorted(self.files.items())), dict(sorted(self.folders.items())))
 
+    def to_json(self) -> dict[str, Any]:
+        """As it is written down, for :meth:`from_json`."""
+        return {**asdict(self), "folders": [*self.folders]}
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> _Open:
+        """What was written down.
+
+        Raises:
+            TypeError, KeyError, AttributeError: that was something else.
+        """
+        path = str(said["path"])
+        files = {str(name): Entry(**entry) for name, entry in said["files"].items()}
+        folders = {str(name): Entry(join(path, name), is_folder=True) for name in said["folders"]}
+        inner = [Found(**found) for found in said["inner"]]
+        return cls(**{**said, "path": path, "files": files, "folders": folders, "inner": inner})
+
     def add(self, entry: Entry) -> None:
         line = f"{self.digest}{entry.name}\0{entry.num_bytes}\0{entry.identity}"
         self.digest = hashlib.blake2b(line.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
@@ -69,24 +87,42 @@ class Survey:
 
     store: Store
     found: list[Found] = field(default_factory=list)
+    """The runs, once all keys were gone through."""
     refused: dict[str, str] = field(default_factory=dict)
     """Folders that could not be looked at, with the reason: the survey is incomplete."""
     num_keys: int = 0
     after: str = ""
-    """The last key of the last folder directly below the prefix that is complete."""
+    """The last key that was gone through."""
+    stack: list[_Open] = field(default_factory=lambda: [_Open("")])
+    """The path down to it, of which more may come."""
+
+    def to_json(self) -> dict[str, Any]:
+        """How far it has come, to be gone on with by another process: between any two keys, also inside a run."""
+        stack = [folder.to_json() for folder in self.stack]
+        return {"after": self.after, "num_keys": self.num_keys, "refused": self.refused, "stack": stack}
+
+    @classmethod
+    def from_json(cls, store: Store, said: dict[str, Any]) -> Survey:
+        """One that goes on where another had come to.
+
+        Raises:
+            TypeError, ValueError, KeyError, AttributeError: what was written down is something else.
+        """
+        stack = [_Open.from_json(folder) for folder in said["stack"]]
+        if not stack or stack[0].path:
+            raise ValueError("does not begin at the root")
+        return cls(store, [], dict(said["refused"]), int(said["num_keys"]), str(said["after"]), stack)
 
     def run(self, save: Callable[[Survey], None] = lambda survey: None) -> Survey:
         """Go through all keys, or those after ``after``. ``save`` is called now and then, to go on from there."""
-        stack = [_Open("", inner=self.found)]
-        last = ""
-        saved = self.num_keys
+        stack, saved = self.stack, self.num_keys
         for entry in walk(self.store, self.after, self.refuse):
+            if self.num_keys - saved >= SAVE_EVERY:
+                saved = self.num_keys
+                save(self)
             folder = entry.name.rpartition("/")[0]
             while not _within(folder, stack[-1].path):
                 self.close(stack)
-                if len(stack) == 1 and self.num_keys - saved >= SAVE_EVERY and _resumable(stack[0]):
-                    self.found, self.after, saved = stack[0].inner, last, self.num_keys
-                    save(self)
             for part in _parts_below(folder, stack[-1].path):
                 path = join(stack[-1].path, part)
                 if len(stack[-1].folders) < MAX_FILES:
@@ -96,7 +132,7 @@ class Survey:
                 stack[-1].files[base_name(entry.name)] = entry
             for above in stack:
                 above.add(entry)
-            last = entry.name
+            self.after = entry.name
             self.num_keys += 1
         while stack:
             self.close(stack)
@@ -146,11 +182,6 @@ class Survey:
         except StorageError as error:
             self.refuse(folder.path, error)
             return False
-
-
-def _resumable(root: _Open) -> bool:
-    """Whether what is known of the prefix itself can be forgotten: it is neither a run nor a step."""
-    return not root.files and not root.has_steps
 
 
 def _within(folder: str, other: str) -> bool:

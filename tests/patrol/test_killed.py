@@ -1,92 +1,68 @@
-"""A patrol that is killed again and again leaves the ledger, and tells the findings, of one that was not disturbed."""
+"""A patrol that is killed again and again leaves the ledger, and tells the findings, of one that was not disturbed.
+
+``AUDITOR_TEST_KILLS=40 pytest tests/patrol/test_killed.py``: so many seeds instead of one, for disk and bucket each.
+"""
 
 import json
 import os
-import random
 import shutil
-import signal
-import time
+import subprocess
+import sys
 
 import pytest
 
-from auditor.patrol.command import round_of
-from auditor.patrol.rounds import Choices
-from auditor.settings import Level, Settings
-from tests.paths import HEALTHY, RUN
+from auditor.storage.roots import store_at
+from auditor.storage.store import read_bytes
+from auditor.storage.walking import walk
+from tests import s3
+from tests.paths import HEALTHY, ROOT, RUN
 
-SEEDS = (1, 2, 3)
+SEEDS = range(int(os.environ.get("AUDITOR_TEST_KILLS", "1")))
 
 
 @pytest.fixture(scope="module")
-def bucket(tmp_path_factory):
+def runs(tmp_path_factory):
     root = tmp_path_factory.mktemp("killed") / "bucket"
-    for source, name, steps in ((RUN, "team/drifted", (40, 50, 60)), (HEALTHY, "healthy", (10, 20))):
-        for step in steps:
-            shutil.copytree(source / f"global_step{step}", root / name / f"global_step{step}")
-        (root / name / "latest").write_text(f"global_step{steps[-1]}")
+    for source, name, step in ((RUN, "team/drifted", 50), (HEALTHY, "healthy", 10)):
+        shutil.copytree(source / f"global_step{step}", root / name / f"global_step{step}")
+        (root / name / "latest").write_text(f"global_step{step}")
     return root
 
 
-def patrol(bucket, ledger):
-    settings = Settings(level=Level.VALUES, ledger=str(ledger), kernels="numpy", threads=1)
-    # A lock that its dead owner held must be taken over soon.
-    choices = Choices(lock_seconds=0.2)
-    return round_of(str(bucket), settings, choices, lambda run: None, lambda path, num_bytes: None)
+@pytest.fixture(params=["disk", "bucket"])
+def place(request, runs, tmp_path, monkeypatch):
+    """Where the runs are, and where ledgers may be made."""
+    if request.param == "disk":
+        return str(runs), str(tmp_path)
+    s3.use(monkeypatch)
+    bucket = s3.new_bucket()
+    s3.upload(runs, f"s3://{bucket}/ckpt")
+    return f"s3://{bucket}/ckpt", f"s3://{bucket}/audit"
 
 
-def in_a_child(bucket, ledger):
-    """Its process; the exit code says that the round was done."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            patrol(bucket, ledger)
-            code = 0
-        finally:
-            os._exit(code)
-    return child
-
-
-def records(ledger):
-    """Every object of the ledger but what a patrol remembers, and no drafts."""
-    return {
-        path.relative_to(ledger).as_posix(): path.read_bytes()
-        for path in ledger.rglob("*")
-        if path.is_file() and not path.name.endswith(".partial") and path.relative_to(ledger).parts[0] != "patrol"
-    }
-
-
-def remembered(ledger):
-    return {path.name: json.loads(path.read_text()) for path in (ledger / "patrol" / "runs").glob("*.json")}
+def objects(ledger):
+    """Every object of a ledger but drafts and how far a round has come."""
+    store = store_at(ledger)
+    found = {}
+    for entry in walk(store):
+        if entry.name.endswith(".partial"):
+            continue
+        with store.open(entry.name) as handle:
+            found[entry.name] = read_bytes(handle, 0, entry.num_bytes)
+    return found
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_killed_at_random_until_done(bucket, tmp_path, seed):
-    undisturbed = patrol(bucket, tmp_path / "whole")
-    begun = time.monotonic()
-    patrol(bucket, tmp_path / "timed")
-    length = time.monotonic() - begun
-    random_numbers = random.Random(seed)
-    ledger, num_killed = tmp_path / "ledger", 0
-    for attempt in range(60):
-        child = in_a_child(bucket, ledger)
-        # The first are cut short for certain.
-        until = time.monotonic() + random_numbers.uniform(0.02, (0.3 if attempt < 4 else 0.8) * length)
-        while (status := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
-            time.sleep(0.005)
-        if status == (0, 0):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            num_killed += 1
-        elif status[1] == 0:
-            break
-        time.sleep(0.25)
-        if num_killed == 12:
-            break
-    assert num_killed >= 1, "nothing was disturbed"
-    last = patrol(bucket, ledger)
-    assert records(ledger) == records(tmp_path / "whole")
-    assert remembered(ledger) == remembered(tmp_path / "whole")
-    assert {run.path: run.findings for run in last.runs} == {run.path: run.findings for run in undisturbed.runs}
-    assert last.exit_codes == undisturbed.exit_codes
+def test_killed_at_random_until_done(place, seed):
+    root, ledger = place
+    command = [sys.executable, "-W", "ignore", "-m", "tests.patrol.killed_job", root, ledger, str(seed)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout)
+    assert said["num_killed"] >= 1, "nothing was disturbed"
+    assert said["last"]["findings"] == said["whole"]["findings"]
+    assert said["last"]["exit_codes"] == said["whole"]["exit_codes"]
+    assert said["whole"]["exit_codes"][0] == 1
+    whole = objects(f"{ledger}/whole")
+    assert any(name.startswith("patrol/runs/") for name in whole)
+    assert objects(f"{ledger}/killed") == whole

@@ -1,14 +1,17 @@
 """What lies below a prefix: found from one listing, in little memory, gone on with where it stopped."""
 
+import json
 import tracemalloc
 
 import pytest
 
-from auditor.patrol.survey import SAVE_EVERY, Survey
+from auditor.patrol.memory import Memory
+from auditor.patrol.survey import Survey
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
 from auditor.storage.store import Entry, ObjectMissingError
 from auditor.storage.walking import walk
+from auditor.storage.writer import FolderWriter
 from tests.paths import HEALTHY, ROOT
 
 
@@ -33,13 +36,13 @@ class Many:
                 yield Entry(name, False, 1, "x", 1.0)
 
 
-def survey(store, **known):
-    return Survey(store, **known).run()
+def survey(store):
+    return Survey(store).run()
 
 
 def test_many_keys_take_no_more_memory_than_few():
     peaks = []
-    for num_keys in (10_000, 100_000):
+    for num_keys in (3_000, 30_000):
         tracemalloc.start()
         found = survey(Many(num_keys))
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -47,45 +50,51 @@ def test_many_keys_take_no_more_memory_than_few():
         assert found.num_keys == num_keys
         assert found.found == []
     # Only the folders of `data` are held besides: one entry each.
-    assert peaks[1] < peaks[0] + 100_000
+    assert peaks[1] < peaks[0] + 30_000
 
 
-def test_a_survey_goes_on_where_it_stopped():
-    objects = {f"x{number:02d}/{path.name}": path.read_bytes() for number in range(3)
-               for path in (HEALTHY / "global_step10").iterdir()}  # fmt: skip
-    objects |= {f"x{number:02d}/run/global_step10/{path.name}": path.read_bytes() for number in range(3)
-                for path in (HEALTHY / "global_step10").iterdir()}  # fmt: skip
-    whole = survey(MemoryStore(objects))
-    assert {found.path for found in whole.found} == {""}, "the steps lie right below the prefix"
+def test_what_lies_inside_a_step_is_its_own():
+    step = HEALTHY / "global_step10"
+    objects = objects_of("x00", step) | objects_of("x00/run/global_step10", step) | objects_of("x01", step)
+    assert {found.path for found in survey(MemoryStore(objects)).found} == {""}, "they lie right below the prefix"
 
 
-class Saved(Exception):
-    pass
+@pytest.mark.parametrize("every", [1, 7])
+def test_a_survey_that_was_killed_is_gone_on_with(monkeypatch, every):
+    """Between any two keys, also inside a run and a step: by what was written down, nothing of it is listed again."""
+    step = HEALTHY / "global_step10"
+    store = MemoryStore({
+        **objects_of("a/run/global_step10", step), "a/run/latest": b"global_step10", "a/x": b"",
+        **objects_of("b/global_step10", step), "b/global_step9/part": b"", "c/deep/er/file": b"", "top": b"",
+    })  # fmt: skip
+    whole = survey(store)
+    assert [found.path for found in whole.found] == ["a/run", "b"]
+    monkeypatch.setattr("auditor.patrol.survey.SAVE_EVERY", every)
+    kept = []
+    Survey(store).run(lambda survey: kept.append(json.dumps(survey.to_json())))
+    assert len(kept) == (whole.num_keys - 1) // every
+    for text in kept:
+        said = json.loads(text)
+        rest = Survey.from_json(store, said).run()
+        assert (rest.found, rest.num_keys, rest.refused) == (whole.found, whole.num_keys, whole.refused)
 
 
-def test_a_survey_that_was_killed_is_gone_on_with():
-    class Runs(Many):
-        def walk(self, after=""):
-            for number in range(self.num_keys):
-                name = f"{number // 1000:06d}/{number % 1000:03d}.tar"
-                if name > after:
-                    self.yielded += 1
-                    yield Entry(name, False, 1, "x", 1.0)
-
-    kept = {}
-
-    def save(found):
-        kept.update(after=found.after, num_keys=found.num_keys, found=list(found.found))
-        raise Saved
-
-    store = Runs(3 * SAVE_EVERY)
-    with pytest.raises(Saved):
-        Survey(store).run(save)
-    assert kept["num_keys"] >= SAVE_EVERY
-    before = store.yielded
-    rest = Survey(store, **kept).run()
-    assert rest.num_keys == 3 * SAVE_EVERY
-    assert store.yielded <= 3 * SAVE_EVERY + 1 + (before - kept["num_keys"])
+def test_what_was_written_down_is_listed_no_more_and_garbage_begins_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr("auditor.patrol.survey.SAVE_EVERY", 1000)
+    memory = Memory(LocalStore(tmp_path), FolderWriter(tmp_path))
+    store = Many(2000)
+    survey = Survey(store).run(lambda survey: memory.save_survey(survey, 1000.0))
+    before, store.yielded = store.yielded, 0
+    rest = memory.survey(store, 1001.0, 60.0)
+    assert rest.num_keys == 1000
+    assert rest.run().num_keys == survey.num_keys
+    assert store.yielded == before - 1000
+    assert memory.survey(store, 2000.0, 60.0).num_keys == 0, "too old"
+    said = json.loads((tmp_path / "patrol/survey-1-of-1.json").read_text())
+    for change in ({"stack": []}, {"stack": 3}, {"stack": [{}]}, {"refused": 1}, {"num_keys": "x"}, {"at": None},
+                   {"stack": [{**said["stack"][0], "files": {"x": 1}}]}, {"stack": said["stack"][1:]}):  # fmt: skip
+        (tmp_path / "patrol/survey-1-of-1.json").write_text(json.dumps({**said, **change}))
+        assert memory.survey(store, 1001.0, 60.0).num_keys == 0, change
 
 
 def objects_of(prefix, folder):
