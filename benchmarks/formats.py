@@ -60,6 +60,7 @@ ROWS = {
     "megatron_dist/tp2_zarr/iter_0000004": ("the same, backend zarr", "one GPT by 0.12"),
     "megatron_dist/ep2/iter_0000004": ("megatron-core, expert parallel", ""),
     "megatron_dist/dp2_fully_reshardable/iter_0000004": ("distributed optimizer, fully reshardable", "one optimizer"),
+    "megatron_dist/legacy_dp2/iter_0000004": ("the same in Megatron-LM's legacy layout", "one optimizer"),
     "megatron_dist/dp2_dp_reshardable/iter_0000004": ("the same, in buckets", "one optimizer"),
     "megatron_dist/dp2_fully_sharded_model_space/iter_0000004": ("distributed optimizer, megatron-core 0.12", ""),
     "orbax/manager/3": ("Orbax CheckpointManager, OCDBT over Zarr v2", ""),

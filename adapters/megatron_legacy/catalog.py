@@ -12,7 +12,7 @@ from auditor.adapters.catalog_builder import CatalogBuilder, Part
 from auditor.adapters.megatron_legacy.files import Place, listing, read_step_files, recorded_step
 from auditor.adapters.megatron_legacy.layout import Chunk, Layout
 from auditor.adapters.megatron_legacy.origin import misplaced
-from auditor.adapters.megatron_legacy.state import RankState, Slot, flat_buffers, read_state
+from auditor.adapters.megatron_legacy.state import RankState, Slot, read_state
 from auditor.adapters.optimizer_index import is_count, settings
 from auditor.adapters.optimizer_record import SavedOptimizer, from_args, record, record_loss_scale
 from auditor.adapters.step_file import StepFile
@@ -34,7 +34,7 @@ class MegatronReading:
         self.files = read_step_files(store, folder, names_only=options.names_only)
         self.degrees = self.files.degrees
         unread = {} if options.names_only else self.files.models
-        self.states = {place: read_state(file) for place, file in sorted(unread.items())}
+        self.states = {place: read_state(self.files, place) for place in sorted(unread)}
         self.reasons = {place[0]: state.reason for place, state in self.states.items() if state.reason}
         """Stage to why its optimizer state has no names."""
         chunks: dict[Chunk, dict[str, StoredTensor]] = {}
@@ -54,8 +54,6 @@ class MegatronReading:
         # In the order of stages; one without files has nothing to add.
         for stage, places in groupby(self.states, key=lambda place: place[0]):
             self._add_stage(stage, [*places])
-        for place, file in sorted(self.files.optimizers.items()):
-            self._add_flat_buffers(place, file)
         self._add_steps()
         for place in self.states:
             self._add_optimizers(place)
@@ -84,6 +82,8 @@ class MegatronReading:
         for slot, expected in slots.items():
             for place in places:
                 self._add(place, slot, expected)
+        for place in places:
+            self._add_distributed(place, "" if named else self.reasons[stage])
         for place in places if not named else ():
             self._add_nameless(place, self.states[place], self.reasons[stage])
         for place in places if named else ():
@@ -91,12 +91,14 @@ class MegatronReading:
                 self._add_alone(place, self.files.models[place], path, role, stored, "")
 
     def _add(self, place: Place, slot: Slot, expected: StoredTensor) -> None:
-        """The pieces that one rank file holds of a tensor, or should hold."""
-        file = self.files.models[place]
+        """The pieces that one rank's files hold of a tensor, or should hold."""
+        file = (self.files.optimizers if slot.apart else self.files.models)[place]
+        if slot.apart and place[1] and slot not in self.states[place].slots:
+            return  # The first expert-parallel rank holds it.
         named = frozenset(range(self.degrees.pp)) - (set() if slot.role in _MODEL else self.reasons.keys())
         part = self.layout.part(
             (slot.chunk, place[0]), slot.key, expected.shape, place, suffix=slot.suffix, stages=named,
-            counter=slot.role is Role.COUNTER,
+            counter=slot.role is Role.COUNTER, apart=slot.apart,
         )  # fmt: skip
         tensor = self.builder.tensor_of(part, slot.role, expected.dtype)
         self.called[place, slot.path] = part.name
@@ -136,10 +138,14 @@ class MegatronReading:
         part = Part(f"{path}@{coordinate}", 1 << 40, stored.shape, ((region, 0),), undetermined=reason)
         self._pieces(self.builder.tensor_of(part, role, stored.dtype), file, part, stored, place, path)
 
-    def _add_flat_buffers(self, place: Place, file: StepFile) -> None:
-        for path, role, stored in flat_buffers(file):
-            reason = "the order of parameters in the distributed optimizer's buffers is not recorded"
-            self._add_alone(place, file, path, role, stored, reason)
+    def _add_distributed(self, place: Place, reason: str) -> None:
+        """Of the distributed optimizer's file, what is no parameter's; with a ``reason``, all of it."""
+        state = self.states[place].distributed
+        for path, stored in state.padding.items():
+            self._add_alone(place, self.files.optimizers[place], path, Role.PADDING, stored, "")
+        unnamed = {(path, role): stored for (_, role, path), stored in state.tensors.items()} if reason else {}
+        for (path, role), stored in {**state.flats, **unnamed}.items():
+            self._add_alone(place, self.files.optimizers[place], path, role, stored, reason)
 
     # Steps
 

@@ -207,9 +207,10 @@ def read_step_files(store: Store, folder: Folder, *, names_only: bool = False) -
         for place in wanted
     }
     optimizers = {}
+    distributed = _distributed(args) or any(name.endswith(f"/{OPTIMIZER_FILE}") for name in listed.files)
     for place, file in models.items():
         name = f"{file.name.split('/')[0]}/{OPTIMIZER_FILE}"
-        if name not in listed.files and _distributed(args):
+        if name not in listed.files and distributed:
             optimizers[place] = _unlisted(store, listed, name)
         elif name in listed.files:
             unread = StepFile.unopened(listed, name)

@@ -41,6 +41,13 @@ def is_buffer(key: str) -> bool:
     return key.endswith(_BUFFERS)
 
 
+def is_tied_over_stages(key: str, stage: int, num_stages: int, args: Mapping[str, object]) -> bool:
+    """Whether a key of a stage is the embedding that the first and the last stage both hold."""
+    if num_stages < 2 or args.get("untie_embeddings_and_output_weights") is not False:
+        return False
+    return (stage == 0 and key in _HEADS.values()) or (stage == num_stages - 1 and key in _HEADS)
+
+
 class Layout:
     """Names and places of all tensors of one step."""
 
@@ -135,11 +142,12 @@ class Layout:
     # Places
 
     def part(self, chunk: Chunk, key: str, local: tuple[int, ...], at: Place, *, suffix: str = "",
-             stages: frozenset[int], counter: bool = False) -> Part:  # fmt: skip
+             stages: frozenset[int], counter: bool = False, apart: bool = False) -> Part:  # fmt: skip
         """Where the part with shape ``local`` lies that the rank at ``at`` holds of what a chunk calls ``key``.
 
         ``suffix``: appended to the name. ``stages``: those that hold a replica, should the tensor be tied.
         ``counter``: a number that is the same on all ranks, wherever the parameter lies.
+        ``apart``: it lies in the distributed optimizer's file, of which expert-parallel ranks share the first one's.
         """
         name, coordinate = self.name(chunk, key), self.degrees.coordinate(at)
         order, held = self.orders.get(name, 1 << 40), self.stages.get(name, [at[0]])
@@ -156,7 +164,7 @@ class Layout:
         placement: Placement = {"tp": placed.how}
         replica_axes: dict[str, Sequence[int]] = {
             "pp": tuple(sorted(stages & set(held))) if tied else (),
-            "ep": range(self.degrees.ep),
+            "ep": () if apart else range(self.degrees.ep),
             "tp": range(self.degrees.tp) if isinstance(placed.how, Replicate) else (),
         }
         axes_held = {axis: indices for axis, indices in replica_axes.items() if len(indices) > 1}
@@ -164,7 +172,7 @@ class Layout:
             name + suffix, order, global_shape(local, placement, self.degrees.mesh),
             self._boxes(local, placed, placement, coordinate), tuple(axes_held),
             coordinates_along(tuple(axes_held.items())),
-            self.degrees.stored_once, placement,
+            self.degrees.stored_once + (("ep",) if apart and self.degrees.ep > 1 else ()), placement,
         )  # fmt: skip
 
     def _placed(self, name: str, local: tuple[int, ...], *, counter: bool) -> Placed:

@@ -10,10 +10,11 @@ an fp32 master in the place of every 16-bit parameter and saves the masters grou
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from auditor.adapters.megatron_legacy.files import flattened, models_in
+from auditor.adapters.megatron_legacy.buffers import FlatState, flat_state
+from auditor.adapters.megatron_legacy.files import Place, StepFiles, flattened, models_in
 from auditor.adapters.megatron_legacy.layout import is_buffer
 from auditor.adapters.megatron_names import megatron_args
 from auditor.adapters.optimizer_index import (
@@ -42,6 +43,8 @@ class Slot(NamedTuple):
     """What the optimizer keeps besides the usual, appended to the tensor's name."""
     path: str = ""
     """Where in the file it is."""
+    apart: bool = False
+    """Whether that is the distributed optimizer's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class RankState:
     """State of numbers that no parameter group has, by its path in the file."""
     optimizers: tuple[NumberedState, ...] = ()
     """What is recorded of each optimizer besides tensors; several where they are chained."""
+    distributed: FlatState = field(default_factory=FlatState)
+    """What the distributed optimizer's file holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +78,22 @@ class NumberedState:
     """Parameter number to the path of the parameter in the file; empty where that isn't known."""
 
 
-def read_state(file: StepFile) -> RankState:
-    """The tensors of one file; nothing where it could not be read."""
+def read_state(files: StepFiles, at: Place) -> RankState:
+    """The tensors of one rank's files; nothing of what could not be read."""
+    file, apart = files.models[at], files.optimizers.get(at)
+    state, parameters = _read(file)
+    if apart is None or apart.content is None:
+        return state
+    found = flat_state(apart, parameters, megatron_args(file) or files.args, at, files.degrees)
+    slots = {
+        Slot(parameters[name][0], parameters[name][1], role, "", path, apart=True): tensor
+        for (name, role, path), tensor in found.tensors.items()
+    }
+    return replace(state, slots={**state.slots, **slots}, reason=state.reason or found.reason, distributed=found)
+
+
+def _read(file: StepFile) -> tuple[RankState, dict[str, tuple[int, str, StoredTensor]]]:
+    """The tensors of one model file, and its parameters as an optimizer was handed them."""
     chunks = models_in(file.tree)
     model = {number: flattened(value) for number, (_, value) in enumerate(chunks)}
     slots = {
@@ -95,16 +114,17 @@ def read_state(file: StepFile) -> RankState:
         nameless = {entry: tensor for path, item in chained.items() for entry, tensor in _nameless(item, path)}
         reason = "several optimizers are chained: which parameters each has is not recorded" if nameless else ""
         optimizers = tuple(found for path, item in chained.items() for found in _numbered(item, path, {}))
-        return RankState(model, slots, nameless, reason, optimizers=optimizers)
+        return RankState(model, slots, nameless, reason, optimizers=optimizers), parameters
     nameless = dict(_nameless(saved, "optimizer"))
     attached = _attached(saved, parameters, apply_to_qk=bool(megatron_args(file).get("apply_wd_to_qk_layernorm")))
     optimizers = tuple(_numbered(saved, "optimizer", attached.names))
     if not nameless:
-        return RankState(model, slots, optimizers=optimizers)
+        return RankState(model, slots, optimizers=optimizers), parameters
     found, reason = _named(saved, parameters, attached)
     if reason:
-        return RankState(model, slots, nameless, reason, optimizers=tuple(_numbered(saved, "optimizer", {})))
-    return RankState(model, slots | found, nameless, "", _orphans(optimizers, nameless), optimizers)
+        unnamed = tuple(_numbered(saved, "optimizer", {}))
+        return RankState(model, slots, nameless, reason, optimizers=unnamed), parameters
+    return RankState(model, slots | found, nameless, "", _orphans(optimizers, nameless), optimizers), parameters
 
 
 def _numbered(saved: object, path: str, names: Mapping[int, str]) -> Iterator[NumberedState]:
@@ -199,22 +219,3 @@ def _masters(
         for number, (tensor, (chunk, name, _)) in enumerate(zip(group, halves, strict=True)):
             found[Slot(chunk, name, Role.MASTER, "", f"optimizer{key}.{at}.{number}")] = tensor
     return found
-
-
-def flat_buffers(file: StepFile) -> Iterator[tuple[str, Role, StoredTensor]]:
-    """The flat buffers of a distributed optimizer's file with their paths: ``<buffer>.<dtypes>.<param|exp_avg|…>``."""
-    roles = {"param": Role.MASTER, "exp_avg": Role.FIRST_MOMENT, "exp_avg_sq": Role.SECOND_MOMENT}
-    stack: list[tuple[str, Any, int]] = [("distrib_optim", file.tree, 0)]
-    while stack:
-        path, value, depth = stack.pop()
-        if not isinstance(value, dict) or depth > 4:
-            continue
-        for key, item in value.items():
-            if isinstance(item, StoredTensor) and key in roles:
-                yield f"{path}.{key}", roles[key], item
-            elif isinstance(item, dict):
-                stack.append((f"{path}.{_text(key)}"[:256], item, depth + 1))
-
-
-def _text(key: object) -> str:
-    return ",".join(map(_text, key)) if isinstance(key, tuple) and len(key) < 4 else str(key)[:64]
