@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -45,6 +46,8 @@ class RunSource:
     pointers: list[Pointer] = field(default_factory=list)
     unrecognised: dict[str, str] = field(default_factory=dict)
     """Folders that are named like a step of this run but were not recognised or readable, with the reason."""
+    vanished: list[str] = field(default_factory=list)
+    """Folders that were listed and gone when they were looked into."""
 
 
 @dataclass(slots=True)
@@ -100,12 +103,12 @@ def _search(
     store: Store, folder: Folder, above: tuple[str, ...], seen: list[int], nearest: _Nearest
 ) -> Iterator[RunSource]:
     """The runs in ``folder``; ``above``: identities of the folders down to it, itself included."""
-    verdict = recognise(store, folder)
+    folder, verdict, vanished = _recognised(store, folder)
     if isinstance(verdict, tuple):
         yield RunSource(folder.path, [StepSource(folder, *verdict)])
     else:
         nearest.consider(folder.path, verdict)
-    run = RunSource(folder.path, [])
+    run = RunSource(folder.path, [], vanished=vanished)
     others: list[Folder] = []
     identities: set[str] = set()
     held = (OURS, *(verdict[1].holds if isinstance(verdict, tuple) else ()))
@@ -115,6 +118,9 @@ def _search(
         del entries[max(0, MAX_FOLDERS - seen[0]) :]
     seen[0] += len(entries)
     for entry, looked in zip(entries, several(store, partial(_look, store), entries), strict=True):
+        if isinstance(looked, ObjectMissingError):
+            run.vanished.append(entry.name)
+            continue
         if isinstance(looked, StorageError):
             run.unrecognised[entry.name] = str(looked)
             continue
@@ -137,6 +143,16 @@ def _search(
             # A link to a folder that it lies in leads to nothing new; a hundred of them would to a million folders.
             if not identity or identity not in above:
                 yield from _search(store, child, (*above, identity), seen, nearest)
+
+
+def _recognised(store: Store, folder: Folder) -> tuple[Folder, tuple[Adapter, Match] | dict[str, Declined], list[str]]:
+    """What a folder is. Where one in it went meanwhile it is listed anew; which went so is told."""
+    try:
+        return folder, recognise(store, folder), []
+    except ObjectMissingError:
+        again = Folder.read(store, folder.path)
+        went = [entry.name for name, entry in folder.folders.items() if name not in again.folders]
+        return again, recognise(store, again), went
 
 
 def _look(store: Store, entry: Entry) -> tuple[Folder, tuple[Adapter, Match] | dict[str, Declined]] | StorageError:
@@ -189,7 +205,11 @@ def _as_run(store: Store, folder: Folder, run: RunSource, others: list[Folder]) 
     run.steps.sort(key=lambda source: (source.match.step, source.folder.path))
     stems = {_stem(source.folder.path) for source in run.steps}
     for other in others:
-        if _stem(other.path) in stems:
+        if _stem(other.path) not in stems:
+            continue
+        if _is_gone(store, other):
+            run.vanished.append(other.path)
+        else:
             run.unrecognised[other.path] = (
                 "named like a step, but nothing in it is recognised"
                 if (other.files or other.folders)
@@ -204,13 +224,36 @@ def _as_run(store: Store, folder: Folder, run: RunSource, others: list[Folder]) 
             except StorageError as error:
                 run.unrecognised[folder.path or "."] = str(error)
                 continue
-            if pointer:
+            if pointer and not _moved_on(store, folder, run, pointer):
                 run.pointers.append(pointer)
     if isinstance(store, UnionStore):
         for source in run.steps:
             for name, root_name in store.shadowed(source.folder.path).items():
                 run.unrecognised[f"{root_name}/{name}"] = "another root has a file of this name; that one is read"
     return run
+
+
+def _moved_on(store: Store, folder: Folder, run: RunSource, pointer: Pointer) -> bool:
+    """Whether the step that a pointer names came, or went, after the folder was listed."""
+    if pointer.target in run.vanished:
+        return True
+    listed = {entry.name for entry in folder.folders.values()} | {source.folder.path for source in run.steps}
+    if not pointer.target or pointer.target in listed:
+        return False
+    with suppress(StorageError):
+        return store.stat(pointer.target).is_folder
+    return False
+
+
+def _is_gone(store: Store, folder: Folder) -> bool:
+    """Whether a folder in which nothing was recognised is being deleted: less is in it now than when it was listed."""
+    try:
+        now = Folder.read(store, folder.path)
+    except ObjectMissingError:
+        return True
+    except StorageError:
+        return False
+    return not {*folder.files, *folder.folders} <= {*now.files, *now.folders}
 
 
 def _stem(path: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from auditor.adapters.adapter import TreeAdapter
+from auditor.adapters.adapter import Folder, TreeAdapter
 from auditor.discovery import StepSource
 from auditor.settings import Level
-from auditor.storage.store import Entry, StorageError, Store
+from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, changed_since
 
 LARGE_RUN_BYTES = 16 << 30
 """Runs larger than this are by default read at `replicas`, and at `values` only in the newest step."""
@@ -24,9 +24,33 @@ class Listing:
 
     def files(self, source: StepSource) -> tuple[Entry, ...]:
         """A step's files: its level, its kernels and its age are all told by them."""
-        if source.folder.path not in self.listed:
-            self.listed[source.folder.path] = tuple(self._list(source))
-        return self.listed[source.folder.path]
+        path = source.folder.path
+        if path not in self.listed:
+            try:
+                self.listed[path] = tuple(self._list(source))
+            except ObjectMissingError:
+                # A folder in it is gone since the step was recognised.
+                self.listed[path] = tuple(source.folder.files.values())
+        return self.listed[path]
+
+    def changed(self, source: StepSource) -> tuple[str, ...]:
+        """Files of a step, and folders directly in it, that are gone or others than when they were listed.
+
+        Lists it once more. Empty where storage does not say.
+        """
+        folder = source.folder
+        known = {entry.name: entry.identity for entry in (*self.files(source), *folder.files.values())}
+        if folder.alone:
+            return tuple(e.name for e in folder.files.values() if changed_since(self.store, e.name, e))
+        try:
+            now = replace(source, folder=Folder.read(self.store, folder.path))
+            found = {entry.name: entry.identity for entry in self._list(now)}
+        except ObjectMissingError:
+            return tuple(sorted(known))
+        except StorageError:
+            return ()
+        inner = {entry.name for name, entry in folder.folders.items() if name not in now.folder.folders}
+        return tuple(sorted({name for name, identity in known.items() if found.get(name) != identity} | inner))
 
     def _list(self, source: StepSource) -> Iterator[Entry]:
         """The files in a step's folder, and those one level below (a folder a rank); or as the adapter says."""

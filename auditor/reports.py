@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -93,6 +93,8 @@ class RunReport:
     """Steps newer than the last good one (all, if there is none), newest first, with why they are not good."""
     coverage: Coverage = field(default_factory=Coverage)
     unrecognised: Mapping[str, str] = field(default_factory=dict)
+    vanished: Sequence[str] = ()
+    """Folders that were listed and gone when they were looked into."""
     chosen: tuple[Invariant, ...] = ()
     branches: list[Branch] = field(default_factory=list)
     """What the ledger knows of steps that are not on the way to the newest one."""

@@ -45,7 +45,9 @@ class RunAudit:
     def run(self, source: RunSource) -> RunReport:
         """Audit one run."""
         begun = time.monotonic()
-        report = RunReport(source.path, unrecognised=source.unrecognised, chosen=self.of_step.chosen)
+        report = RunReport(
+            source.path, unrecognised=source.unrecognised, vanished=source.vanished, chosen=self.of_step.chosen
+        )
         sources = self.chosen_steps(source)
         pointers = tuple(PointerState(pointer.file, pointer.target) for pointer in source.pointers)
         newest = source.steps[-1]

@@ -19,6 +19,7 @@ from auditor.listing import Listing
 from auditor.model.catalog import Catalog, FileState
 from auditor.model.finding import Judgement
 from auditor.model.joint import Beside
+from auditor.model.mesh import NO_MESH
 from auditor.model.observation import Observations, unobserved
 from auditor.model.run import Commit, PointerState, StepEvidence, StepState, decide_commits, step_state, with_content
 from auditor.observe.checksums import verify_checksums
@@ -29,9 +30,10 @@ from auditor.observe.shares import Everything, Runner
 from auditor.reports import REACHED, RunReport, StepReport, unread
 from auditor.settings import Level, Settings
 from auditor.stated_optimizer import with_stated
-from auditor.storage.store import Store, num_readers
+from auditor.storage.store import ObjectMissingError, Store, num_readers
 from auditor.succession import NOTHING_ASKED, Asking, Succession, as_listed, with_joints
 from auditor.timeline.last_good import NEEDED
+from auditor.vanishing import taken_away, withheld
 from auditor.witnesses import witness_of
 
 Progress = Callable[[str, int], None]
@@ -39,6 +41,7 @@ Progress = Callable[[str, int], None]
 NEAR_BYTES, FAR_BYTES = 2 << 30, 128 << 20
 """Of two saves together that are read beside each other below level full, from local disks and where storage is far
 away: seconds. It takes longer than all else at that level, of which every byte is read once."""
+NO_WEIGHTS = Asked(np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +106,20 @@ class StepAudit:
         if newest:
             known = [before] if before else []
             *_, state = decide_commits([*known, state], pointers, self.now, self.settings.settle_seconds)
-            if state.commit is Commit.IN_PROGRESS:
-                return Begun(source, level, full, catalog, state)
+        in_progress = state.commit is Commit.IN_PROGRESS
+        still = withheld(full, self.listing, source, in_progress=in_progress)
+        if still is not full:
+            # Of what is not the step any more nothing is asked, and nothing said to the steps beside it.
+            state = step_state(still, self.listing.modified(source))
+            catalog = still if catalog is full else replace(catalog, files=still.files, scalars=(), problems=())
+            return Begun(source, level, still, catalog, state, NO_WEIGHTS)
+        if in_progress:
+            return Begun(source, level, full, catalog, state)
         asked = self.asked(catalog, level)
         recalled = self.keeper.recall(catalog, asked) if self.keeper else None
         repeated = self.repeated(catalog, level, recalled)
         asking = self.beside(catalog, level, recalled, repeated)
-        wanted = Asked(np.zeros(0, np.int64)) if recalled else asked
+        wanted = NO_WEIGHTS if recalled else asked
         measuring = self.begin_pass(catalog, wanted, source.folder.path, asking.beside)
         return Begun(source, level, full, catalog, state, asked, recalled, asking, repeated, measuring)
 
@@ -118,7 +128,8 @@ class StepAudit:
         source, level, full, catalog, known = begun.source, begun.level, begun.full, begun.catalog, begun.known
         if begun.asked is None:
             return StepReport(begun.state, Level.NAMES, {}, {}, mesh=full.mesh)
-        report.mesh = full.mesh
+        if full.mesh is not NO_MESH:
+            report.mesh = full.mesh
         folder = source.folder
         observations = self.observations(begun, begun.asked)
         state = with_content(begun.state, catalog, observations)
@@ -161,7 +172,12 @@ class StepAudit:
         options = replace(self.settings.options, names_only=level is Level.NAMES)
         if level > Level.NAMES:
             read_ahead(self.store, self.listing.files(source))
-        full = source.adapter.read(self.store, source.folder, source.match, options)
+        try:
+            full = source.adapter.read(self.store, source.folder, source.match, options)
+        except ObjectMissingError:
+            if not self.listing.changed(source):
+                raise
+            full = taken_away(source, self.listing)
         full = with_stated(full, options.optimizer)
         return full, full.only(self.settings.wants_tensor) if self.settings.tensors else full
 

@@ -48,7 +48,7 @@ def exit_codes(run: RunReport, settings: Settings) -> list[ExitCode]:
         or _selected_in_vain(run, settings)
     ):
         found.add(ExitCode.INCOMPLETE)
-    if any(step.changed for step in run.steps):
+    if run.vanished or any(step.changed for step in run.steps):
         found.add(ExitCode.CHANGED)
     if run.steps and all(step.state.commit is Commit.IN_PROGRESS for step in run.steps):
         # Nothing was audited: a cron job must not take that for sound.

@@ -8,6 +8,7 @@ SAMPLE = ROOT / "samples" / "bloom_drift"
 RUN, HEALTHY = SAMPLE / "run", SAMPLE / "healthy"
 FIXTURES = ROOT / "tests" / "fixtures" / "deepspeed_pipeline"
 TP2_PP2, TP4 = FIXTURES / "tp2_pp2", FIXTURES / "tp4"
+DCP = ROOT / "tests" / "fixtures" / "dcp"
 
 
 def load_expect():

@@ -11,6 +11,9 @@ from auditor.model.mesh import EVERYWHERE, Coordinate
 from auditor.model.observation import DifferenceClass
 from auditor.model.region import Box
 
+MAX_NAMED = 4
+"""Files that a reason names; of more, how many."""
+
 
 class Outcome(enum.Enum):
     """What is known of one statement about one subject."""
@@ -114,7 +117,8 @@ class Judgement:
     def doubted(self, changed: Sequence[str]) -> Judgement:
         """The judgement of a step whose files ``changed`` while they were read: nothing in it can be relied on."""
         names = tuple(violation.subject for violation in self.violations) or ("the step",)
-        return Judgement(undetermined={f"{', '.join(changed)} changed while it was read": names})
+        few = ", ".join(changed[:MAX_NAMED]) + (f" and {len(changed) - MAX_NAMED} more" if changed[MAX_NAMED:] else "")
+        return Judgement(undetermined={f"{few} changed while it was read": names})
 
     @property
     def outcome(self) -> Outcome:

@@ -58,6 +58,7 @@ def run_object(run: RunReport, settings: Settings, location: str) -> dict[str, A
             for (identifier, reason), count in sorted(run.undetermined().items())
         ],
         "unrecognised": [{"path": path, "reason": reason} for path, reason in sorted(run.unrecognised.items())],
+        "vanished": list(run.vanished),
         "branches": [
             {"branch": branch.number, "steps": list(branch.steps), "violated": dict(branch.violated)}
             for branch in run.branches

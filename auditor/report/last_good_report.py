@@ -50,10 +50,11 @@ def _newer_unaudited(run: RunReport) -> Iterator[str]:
     good = run.last_good
     # Names count as names do: a folder may be called after an epoch, its files record steps.
     floor = -1 if good is None else number_in(good.path, good.step)
-    numbers = {path: number_in(path, 1 << 62) for path in run.unrecognised}
+    reasons = {**run.unrecognised, **dict.fromkeys(run.vanished, "it was listed, and gone before it was looked into")}
+    numbers = {path: number_in(path, 1 << 62) for path in reasons}
     for path in sorted(numbers, key=lambda path: (-numbers[path], path)):
         if numbers[path] > floor:
-            yield f"not audited: {path}: {run.unrecognised[path]}"
+            yield f"not audited: {path}: {reasons[path]}"
 
 
 def _milder(run: RunReport, settings: Settings) -> Iterator[str]:

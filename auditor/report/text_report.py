@@ -276,13 +276,17 @@ def _branches(run: RunReport) -> Iterator[str]:
 def _trouble(run: RunReport) -> Iterator[str]:
     for path, reason in sorted(run.unrecognised.items()):
         yield f"  [yellow]not audited[/] {safe(path)}: {safe(reason)}"
+    for path in run.vanished:
+        yield f"  [yellow]changed while it was read[/] {safe(path)}: it was listed, and gone before it was looked into"
     for step in run.steps:
         if step.state.commit is Commit.IN_PROGRESS:
             yield f"  step {step.state.step} is being written; not audited"
         for failure in step.failures:
             yield f"  [yellow]not readable[/] {safe(failure)}"
-        for name in step.changed:
+        for name in step.changed[:MAX_TENSORS]:
             yield f"  [yellow]changed while it was read[/] {safe(name)}"
+        if len(step.changed) > MAX_TENSORS:
+            yield f"    … and {len(step.changed) - MAX_TENSORS} more of step {step.state.step}"
 
 
 def _coverage(run: RunReport, verbose: bool) -> Iterator[str]:

@@ -269,7 +269,7 @@ ADAPTER, WEIGHTS = 1, 2
 """When a file is opened first, for what it says of itself; and when its weights are read."""
 
 CHANGING = [
-    changing("vanishes before it is read", pipeline_step, f"*{LAYER}", "vanish", ADAPTER, 1, "INT001"),
+    changing("vanishes before it is read", pipeline_step, f"*{LAYER}", "vanish", ADAPTER, 6, "changed"),
     changing("vanishes before its weights are read", pipeline_step, f"*{LAYER}", "vanish", WEIGHTS, 6, "changed"),
     changing("shrinks before it is read", pipeline_step, f"*{LAYER}", "shrink", ADAPTER, 6, "changed"),
     changing("shrinks before its weights are read", pipeline_step, f"*{LAYER}", "shrink", WEIGHTS, 6, "changed"),
@@ -283,8 +283,11 @@ CHANGING = [
     changing("becomes a folder", pipeline_step, f"*{LAYER}", "folder", WEIGHTS, 6, "changed"),
     changing("safetensors shrinks", safetensors_folder, f"*{SAFETENSORS}", "shrink", 3, 6, "changed"),
     changing("torch file grows", torch_folder, "*pytorch_model.bin", "grow", 3, 6, "changed"),
-    changing("rank file vanishes", rank_step, "*rank_1.pt", "vanish", ADAPTER, 1, ""),
-    changing("step is moved away", pipeline_step, f"*{LAYER}", "folder vanishes", WEIGHTS, 6, "changed"),
+    changing("rank file vanishes", rank_step, "*rank_1.pt", "vanish", ADAPTER, 6, "changed"),
+    changing(
+        "step is moved away", pipeline_step, "*mp_rank_00_optim_states.pt", "folder vanishes", ADAPTER, 6, "changed"
+    ),
+    changing("step is moved away late", pipeline_step, f"*{LAYER}", "folder vanishes", WEIGHTS, 6, "changed"),
 ]
 
 FILE_SYSTEM = (*ODD, *CHANGING)
