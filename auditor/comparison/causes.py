@@ -21,6 +21,8 @@ SAME_FACTOR = 0.02
 """A multiple that leaves less than this over is one; two factors this close are the same."""
 CONTRAST = 10.0
 """Parts that differ must do so by so many times more than those that don't."""
+FILLED = 0.25
+"""Of what one rank holds, so much must differ: a rank that computes otherwise does so in more than a few elements."""
 MOST = 0.8
 """Where more of the gradients differ, the fault lies where all of them come from."""
 GUESSED = (2, 4, 8)
@@ -86,10 +88,13 @@ def _factor(pair: Pair, found: Distance, limit: float, setting: Setting) -> Iter
 def _parts(
     pair: Pair, tensors: Sequence[Tensor], found: Distance, limit: float, setting: Setting
 ) -> Iterator[LikelyCause]:
+    if found.num_differ == 1 and found.num_elements > 1:
+        yield LikelyCause("one element alone: damage of memory, wire or storage; arithmetic errs in more", OWN)
+        return
     for dim, profile in enumerate(found.profiles):
         for axis, degree in setting.degrees(dim, tensors):
             text = _part(profile, tensors[0].shape[dim], degree, limit)
-            if text:
+            if text and found.num_differ * degree >= FILLED * found.num_elements:
                 where = f"{axis} rank {text[0]} of {degree}" if axis else f"part {text[0]} of {degree} equal parts"
                 yield LikelyCause(
                     f"along dim {dim} all of it is in what {where} holds{text[1]}: one rank computed, clipped, or was "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +15,7 @@ from auditor.comparison.holding import Holding
 from auditor.comparison.judging import Bench, Contents
 from auditor.comparison.lockstep import Distance
 from auditor.comparison.matching import Matching, match, tied_to
+from auditor.comparison.one_set import one_set
 from auditor.comparison.outcome import PROVED, Compared, Comparison, Standing, StepComparison
 from auditor.comparison.proposal import Proposed, propose
 from auditor.comparison.records import recorded
@@ -140,7 +141,7 @@ class _UnderWay:
         num_steps = self._num_steps(left)
         model = model_of(
             left, right, pairing.pairs, num_steps, compute=self.choices.compute, num_terms=self.choices.num_terms,
-            learning_rate=self.choices.learning_rate,
+            learning_rate=self.choices.learning_rate, trained=self.anchor is not None,
         )  # fmt: skip
         contents = self._contents(left)
         noise = self.reruns.thresholds(own, left)
@@ -162,23 +163,32 @@ class _UnderWay:
         """Every pair as it stands, with what it may be; and what several together may be."""
         left, right = bench.reference, bench.candidate
         setting = Setting((left.mesh, right.mesh))
-        rows, measures = list[Compared](), list[tuple[Compared, Distance]]()
+        rows, measures = list[Compared](), dict[int, tuple[Compared, Distance]]()
         for pair in pairing.pairs:
             row, apart = bench.judge(pair)
-            if apart is not None and row.standing in (Standing.BEYOND, Standing.SUSPICIOUS):
+            if apart is not None and row.standing is not Standing.ROUNDING:
                 tensors = left.tensors[pair.reference or 0], right.tensors[pair.candidate or 0]
                 row = replace(row, causes=causes_of(pair, tensors, apart, row.threshold, setting))
             if apart is not None:
-                measures.append((row, replace(apart, profiles=[])))
+                measures[len(rows)] = row, replace(apart, profiles=[])
             if self.anchor is not None:
                 row = bench.coarse(bench.replayed(row))
-            if self.choices.power:
-                row = bench.powered(row, apart)
             rows.append(_tied(row, left, right, pairing))
-        factor = common_factor(measures)
-        rows = with_factor(rows, factor)
+        factor = common_factor([*measures.values()])
+        rows = self._settled(bench, with_factor(rows, factor), {at: apart for at, (_, apart) in measures.items()})
         causes = (factor_cause(factor, setting.named(factor.factor)),) if factor else ()
         return rows, (*causes, *shared_causes(rows, scaled=factor is not None))
+
+    def _settled(self, bench: Bench, rows: list[Compared], measures: Mapping[int, Distance]) -> list[Compared]:
+        """The rows, as all together let them stand, and with what would have been found where that is asked."""
+        left = bench.reference
+        same = one_set(rows, left, trained=self.anchor is not None)
+        if same is not None:
+            rows = [same.settled(row, bench.narrower(row.pair)) if row.amount else row for row in rows]
+        if self.choices.power:
+            rows = [bench.powered(row, measures.get(at), same) for at, row in enumerate(rows)]
+        suspect = (Standing.BEYOND, Standing.SUSPICIOUS)
+        return [row if row.standing in suspect else replace(row, causes=()) for row in rows]
 
     def _num_steps(self, left: Holding) -> float:
         counted = counted_steps(left) or float(left.step)

@@ -39,9 +39,6 @@ def _of_role(role: Role, steps: Sequence[StepComparison]) -> Growing | None:
 
 def size_of(rows: Sequence[Compared]) -> float:
     """Relative Frobenius norm of the difference of several tensors taken as one."""
-    apart = length = 0.0
-    for row in rows:
-        if row.amount is not None and math.isfinite(row.amount.relative):
-            apart += (row.amount.relative * row.amount.length) ** 2
-            length += row.amount.length**2
-    return math.sqrt(apart / length) if length else 0.0
+    own = [row.amount for row in rows if row.amount is not None and math.isfinite(row.amount.relative)]
+    length = math.hypot(*(amount.length for amount in own))
+    return math.hypot(*(amount.relative * amount.length for amount in own)) / length if length else 0.0

@@ -11,14 +11,16 @@ import numpy as np
 from auditor.comparison.holding import Holding, Key, Lanes
 from auditor.comparison.lockstep import Distance, Stored, measure
 from auditor.comparison.matching import Pair
+from auditor.comparison.one_set import MOMENTS, UNRELATED, WEIGHTS, OneSet, standing_of, stored_twice
 from auditor.comparison.outcome import DIFFERENT, Amount, Compared, Standing
 from auditor.comparison.permutation import explain_order
 from auditor.comparison.power import power_of
 from auditor.comparison.precision import share_coarse
-from auditor.comparison.replaying import left_over
-from auditor.comparison.rounding import Model, Threshold, of_moment, of_weight, uncertainty
-from auditor.comparison.softness import softness
+from auditor.comparison.replaying import Left, left_over
+from auditor.comparison.rounding import Model, Motion, Threshold, of_moment, of_weight, uncertainty
+from auditor.comparison.softness import motion_of
 from auditor.model.catalog import Role, Tensor
+from auditor.model.dtype import DType
 from auditor.view.assemble import SourceLostError
 
 VOCABULARY = ("embed", "wte", "lm_head", "output_layer")
@@ -26,8 +28,7 @@ VOCABULARY = ("embed", "wte", "lm_head", "output_layer")
 COARSE = 0.99
 """Of a gradient's elements: from here on they are taken for numbers of a narrower dtype."""
 VAGUE = "calibrate with reruns of the reference"
-ROUNDED = (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT, Role.BUFFER)
-WEIGHTS = (Role.PARAMETER, Role.MASTER, Role.EMA)
+EXACT = Threshold(0.0, "numbers of this dtype are equal, or they are others", "derived")
 
 
 Contents = dict[tuple[Role, str, tuple[int, ...], Lanes], str]
@@ -124,14 +125,14 @@ class Bench:
         if left.tensor.dtype != right.tensor.dtype and not apart.num_not_rounded and not apart.num_odd:
             narrow = f"{left.tensor.dtype.name} against {right.tensor.dtype.name}, rounded to nearest"
             return replace(row, standing=Standing.CAST, detail=_joined(row.detail, narrow))
-        row = self.against(row)
-        if row.standing in (Standing.ROUNDING, Standing.CAST):
+        known, row = row.detail, self.against(row)
+        if row.standing is Standing.ROUNDING:
             return row
         other = self._elsewhere(right)
         if other:
-            return replace(row, detail=_joined(row.detail, f"holds the reference's {other}"))
+            return replace(row, detail=_joined(known, f"holds the reference's {other}"))
         order = explain_order(left, right, self._same_values(row.pair))
-        return replace(row, standing=Standing.REORDERED, detail=_joined(row.detail, order)) if order else row
+        return replace(row, standing=Standing.REORDERED, detail=_joined(known, order)) if order else row
 
     def _elsewhere(self, right: Stored) -> str:
         """Which other tensor of the reference the candidate holds here."""
@@ -161,18 +162,33 @@ class Bench:
         apart = max(float(np.linalg.norm(one - self.candidate.contents.sketches[right])) for right in rights)
         count = int(np.prod(self.reference.tensors[row.pair.reference or 0].shape))
         relative = apart / size if size else math.inf
-        return self.against(replace(row, amount=Amount(relative, -1, count, math.nan, length=size, estimated=True)))
+        spread = self._spread(own, size, count)
+        amount = Amount(relative, -1, count, math.nan, length=size, spread=spread, estimated=True)
+        return self.against(replace(row, amount=amount))
+
+    def _spread(self, row: int, size: float, count: int) -> float:
+        """About how far elements lie from their mean, where extrema alone are kept: a quarter of what lies between."""
+        totals = self.reference.contents.totals
+        between = float(totals["maximum"][row]) - float(totals["minimum"][row])
+        return min(1.0, between / 4 * math.sqrt(count) / size) if size and math.isfinite(between) else 1.0
 
     def against(self, row: Compared) -> Compared:
         """A measured pair held against its threshold."""
         assert row.amount is not None
-        found = self.threshold(row.pair)
+        found = self.threshold(row.pair, row.amount)
         if not math.isfinite(row.amount.relative):
             return replace(row, standing=Standing.BEYOND, detail=_joined(row.detail, _odd(row.amount)))
         if isinstance(found, str):
+            if row.amount.relative > row.amount.spread and row.pair.role in WEIGHTS:
+                return replace(row, standing=Standing.BEYOND, detail=_joined(row.detail, UNRELATED))
             return replace(row, detail=_joined(row.detail, found))
+        if found.stored:
+            standing, why = standing_of(self.model, row.amount, found)
+            return replace(row, standing=standing, threshold=found, detail=_joined(row.detail, why))
         relative = row.amount.relative
         standing = Standing.ROUNDING if relative <= found.relative else Standing.SUSPICIOUS
+        if found is EXACT and row.amount.num_differ:
+            standing = Standing.BEYOND
         if relative > found.beyond:
             standing = Standing.BEYOND
         elif found.vague:
@@ -188,8 +204,10 @@ class Bench:
             left = left_over(self.reference, self.candidate, self.model, row.pair)
         except SourceLostError as error:
             return replace(row, detail=_joined(row.detail, str(error)))
-        if left is None or left.relative <= left.threshold.relative:
+        if left is None:
             return row
+        if left.relative <= left.threshold.relative:
+            return self._explained(row, left)
         standing = Standing.BEYOND if left.relative > left.threshold.beyond else Standing.SUSPICIOUS
         margin = left.relative / left.threshold.relative
         known = math.nan if row.threshold is None else row.margin
@@ -200,6 +218,16 @@ class Bench:
         return replace(
             row, standing=standing, amount=amount, threshold=left.threshold, detail=_joined(row.detail, detail)
         )
+
+    @staticmethod
+    def _explained(row: Compared, left: Left) -> Compared:
+        """A weight that is where its own moments lead: its rounding is theirs, which are judged themselves."""
+        is_open = row.standing is Standing.UNDETERMINED and row.threshold is not None and row.threshold.vague
+        if not is_open or left.threshold.vague or row.amount is None:
+            return row
+        amount = replace(row.amount, relative=left.relative)
+        detail = "where its own moments lead"
+        return replace(row, standing=Standing.ROUNDING, amount=amount, threshold=left.threshold, detail=detail)
 
     def coarse(self, row: Compared) -> Compared:
         """A first moment within rounding: suspicious where the candidate's gradient alone was kept in bfloat16."""
@@ -219,7 +247,7 @@ class Bench:
         detail = "its gradient is made of bfloat16 numbers, the reference's is not: it was summed, or kept, in bfloat16"
         return replace(row, standing=Standing.SUSPICIOUS, detail=_joined(row.detail, detail))
 
-    def powered(self, row: Compared, measured: Distance | None) -> Compared:
+    def powered(self, row: Compared, measured: Distance | None, same: OneSet | None) -> Compared:
         """With what would have been found, on the same numbers.
 
         Raises:
@@ -228,46 +256,60 @@ class Bench:
         pair = row.pair
         if pair.reference is None or pair.candidate is None or self.reference.source is None:
             return row
-        found = row.threshold or self.threshold(pair)
+        own = Stored(self.reference.source, pair.reference)
+        measured = measured or measure(own, own)
+        found = row.threshold or self.threshold(pair, amount_of(measured))
+        if same is not None and not isinstance(found, str) and found.relative:
+            found = same.threshold(self.narrower(pair))
         if isinstance(found, str) or not found.relative:
             return row
-        own = Stored(self.reference.source, pair.reference)
-        return replace(row, threshold=found, power=power_of(found, measured or measure(own, own)))
+        return replace(row, threshold=found, power=power_of(found, measured))
 
-    def threshold(self, pair: Pair) -> Threshold | str:
+    def threshold(self, pair: Pair, amount: Amount) -> Threshold | str:
         """Up to which difference a pair is within rounding, or why that is not known."""
-        known = self.noise.get((pair.role, pair.name))
-        if known is not None:
-            return known
         assert pair.reference is not None
-        what, size = self.reference.tensors[pair.reference], self.reference.size(pair.reference)
-        if pair.role is Role.COUNTER:
-            return Threshold(0.0, "counters are equal", "derived")
-        if pair.role in ROUNDED:
-            return of_moment(self.model, pair, what.shape, size)
-        return of_weight(self.model, what.dtype, size, self.motion(pair))
+        what = self.reference.tensors[pair.reference]
+        weight = pair.role not in (*MOMENTS, Role.BUFFER, Role.COUNTER)
+        if pair.role is Role.COUNTER or not what.dtype.epsilon:
+            return EXACT
+        known = self.noise.get((pair.role, pair.name))
+        if not weight:
+            return known or of_moment(self.model, pair, what.shape, amount.length)
+        motion = self.motion(pair)
+        derived: Threshold | str = stored_twice(self.narrower(pair), amount.spread)
+        if motion is not None:
+            derived = of_weight(self.model, what.dtype, amount.length, amount.spread, motion)
+        if known is None:
+            return derived
+        return replace(known, unrelated=amount.spread if isinstance(derived, str) else derived.unrelated)
 
-    def motion(self, pair: Pair) -> float | None:
-        """Length, in learning rates, by which a step may lead a weight apart; None without optimizer state."""
+    def narrower(self, pair: Pair) -> DType:
+        """Of both sides' dtypes the one with fewer bits behind the point."""
+        sides = (self.reference.tensors[pair.reference or 0], self.candidate.tensors[pair.candidate or 0])
+        return min((tensor.dtype for tensor in sides), key=lambda dtype: dtype.mantissa_bits)
+
+    def motion(self, pair: Pair) -> Motion | None:
+        """What a step does to a weight; None without optimizer state on both sides."""
         numbers = self.reference.numbers
         first, second = (numbers.get((role, pair.name)) for role in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))
-        if first is None or pair.reference is None:
-            other = any(t.role in ROUNDED[:3] for t in self.reference.tensors)
-            count = self.reference.tensors[pair.reference or 0].num_elements
-            return 2.0 * math.sqrt(count) if other else None
-        shape = self.reference.tensors[first].shape
-        noise = uncertainty(self.model, pair, shape, self.reference.size(first))
-        if second is None or self.reference.source is None:
-            return 2.0 * math.sqrt(math.prod(shape)) if second is not None else noise * math.sqrt(math.prod(shape))
-        beta = self.model.betas[1] if self.model.betas else 0.999
-        correction = 1 - beta ** max(1.0, self.model.counted)
-        return softness(Stored(self.reference.source, second), noise, correction)
+        if first is None or (Role.FIRST_MOMENT, pair.name) not in self.candidate.numbers:
+            return None
+        shape, size = self.reference.tensors[first].shape, self.reference.size(first)
+        noise, root = uncertainty(self.model, pair, shape, size), math.sqrt(math.prod(shape))
+        if second is None:
+            return Motion(noise * root, size)
+        if self.reference.source is None or self.reference.tensors[second].shape != shape:
+            return Motion(2.0 * root, root)
+        source = self.reference.source
+        return motion_of(Stored(source, first), Stored(source, second), noise, self.model)
 
 
 def amount_of(apart: Distance) -> Amount:
     """The part of a measure that stays."""
-    length = math.sqrt(apart.reference)
-    return Amount(apart.relative, apart.num_differ, apart.num_elements, apart.largest, apart.first, length)
+    return Amount(
+        apart.relative, apart.num_differ, apart.num_elements, apart.largest, apart.first, apart.length,
+        spread=apart.spread, num_far=apart.num_far,
+    )  # fmt: skip
 
 
 def _odd(amount: Amount) -> str:

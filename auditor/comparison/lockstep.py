@@ -16,10 +16,14 @@ from auditor.model.dtype import DType, Kind
 from auditor.model.region import Box
 from auditor.observe.decode import can_round, rounded, to_float64
 from auditor.storage.strided import slabs
-from auditor.view.assemble import read_box
+from auditor.view.assemble import SourceLostError, read_box
 
 SLAB_ELEMENTS = 1 << 20
 """Of each side at once: 8 MB as doubles, some 60 MB with all that is worked out of them."""
+WIDEST = 8
+"""Bits of an exponent whose squares, and their sums, are doubles."""
+MAX_DIMS = 64
+"""That numpy's arrays have."""
 MAX_BINS = 1 << 14
 """A dim that is longer is looked at in so many stretches."""
 
@@ -41,8 +45,10 @@ class Stored:
         """Value bits and numbers of one box.
 
         Raises:
-            SourceLostError: something of it can't be read.
+            SourceLostError: something of it can't be read, or has more dims than numpy can work with.
         """
+        if self.tensor.dtype.kind is Kind.COMPLEX and len(box.shape) == MAX_DIMS:
+            raise SourceLostError(f"{self.tensor.name}: complex numbers along {MAX_DIMS} dims can't be taken apart")
         read = read_box(self.source.store, self.source.catalog, self.number, self.replica, box)
         dtype = self.tensor.dtype
         bits = np.ascontiguousarray(read).view(dtype.carrier)
@@ -76,9 +82,15 @@ class Distance:
     """Elements that are finite on one side alone."""
     apart: float = 0.0
     """Sum of the squared difference."""
+    num_far: int = 0
+    """Elements that are farther apart than one distance between numbers of the narrower dtype."""
     reference: float = 0.0
     candidate: float = 0.0
     product: float = 0.0
+    sums: tuple[float, float] = (0.0, 0.0)
+    """Of the reference's and of the candidate's elements."""
+    exponent: int = 0
+    """All sums are of elements divided by 2 to this power (squares: to its double); ``largest`` is not."""
     rolled: float = 0.0
     """Sum of squared differences of the reference and itself, moved by one along the first dim."""
     largest: float = 0.0
@@ -95,6 +107,23 @@ class Distance:
         if self.apart == 0:
             return 0.0
         return math.sqrt(self.apart / self.reference) if self.reference > 0 else math.inf
+
+    @property
+    def length(self) -> float:
+        """Frobenius norm of the reference."""
+        with np.errstate(over="ignore"):
+            return float(np.ldexp(math.sqrt(self.reference), self.exponent))
+
+    @property
+    def spread(self) -> float:
+        """How far elements lie from their own mean, relative to the reference's length; of the wider side.
+
+        Elements that have nothing to do with each other, of the same mean and spread, differ by √2 times that.
+        """
+        count = max(1, self.num_elements)
+        squares = (self.reference, self.candidate)
+        found = [square - total**2 / count for square, total in zip(squares, self.sums, strict=True)]
+        return math.sqrt(max(0.0, *found) / self.reference) if self.reference > 0 else 0.0
 
     @property
     def factor(self) -> float:
@@ -123,16 +152,30 @@ def measure(reference: Stored, candidate: Stored, shape: tuple[int, ...] | None 
         SourceLostError: a side can't be read whole.
     """
     shape = reference.tensor.shape if shape is None else shape
-    found = Distance(profiles=[_empty(extent) for extent in shape])
+    found = Distance(profiles=[_empty(extent) for extent in shape], exponent=_exponent((reference, candidate), shape))
     last: NDArray[np.float64] | None = None
     for box in boxes(shape):
         own, theirs = reference.values(box), candidate.values(box)
         _count(found, box, own[0], theirs[0], reference.tensor.dtype, candidate.tensor.dtype, own[1], theirs[1])
         with np.errstate(invalid="ignore", over="ignore"):
-            a, b = _finite(found, own[1], theirs[1])
+            a, b = (np.ldexp(x, -found.exponent) for x in _finite(found, own[1], theirs[1]))
             _add(found, box, shape, a, b)
             last = _roll(found, a, last, whole=box.shape[1:] == tuple(shape[1:]))
+    with np.errstate(over="ignore"):
+        found.largest = float(np.ldexp(found.largest, found.exponent))
     return found
+
+
+def _exponent(sides: Sequence[Stored], shape: Sequence[int]) -> int:
+    """By which power of two elements are divided, so that their squares are doubles; none for 8 bits of exponent."""
+    if all(side.tensor.dtype.exponent_bits <= WIDEST for side in sides):
+        return 0
+    largest = 0.0
+    for side in sides:
+        for box in boxes(shape):
+            values = side.values(box)[1]
+            largest = max(largest, float(np.abs(values).max(initial=0.0, where=np.isfinite(values))))
+    return math.frexp(largest)[1]
 
 
 def _empty(extent: int) -> Profile:
@@ -145,6 +188,8 @@ def _count(
     a: NDArray[np.float64], b: NDArray[np.float64],
 ) -> None:  # fmt: skip
     found.num_elements += box.num_elements
+    with np.errstate(invalid="ignore", over="ignore"):
+        found.num_far += int(np.count_nonzero(np.abs(a - b) > _one_apart(a, b, left, right)))
     if left == right:
         differ = own != theirs
     else:
@@ -156,6 +201,14 @@ def _count(
         place = index[: len(box.start)]
         found.first = tuple(int(i) + start for i, start in zip(place, box.start, strict=False))
     found.num_differ += count
+
+
+def _one_apart(a: NDArray[np.float64], b: NDArray[np.float64], left: DType, right: DType) -> NDArray[np.float64]:
+    """The distance between neighbouring numbers of the narrower dtype, where the elements lie."""
+    narrow = min(left, right, key=lambda dtype: dtype.mantissa_bits)
+    least = math.ldexp(1.0, 1 - narrow.bias - narrow.mantissa_bits) if narrow.epsilon else 0.0
+    size: NDArray[np.float64] = np.maximum(np.abs(a), np.abs(b))
+    return size * narrow.epsilon + least
 
 
 def _not_rounded(own: NDArray[Any], theirs: NDArray[Any], left: DType, right: DType, num_differ: int) -> int:
@@ -182,6 +235,7 @@ def _add(found: Distance, box: Box, shape: Sequence[int], a: NDArray[np.float64]
     found.product += float(product.sum())
     found.reference += float(square.sum())
     found.candidate += float(np.sum(b * b))
+    found.sums = found.sums[0] + float(a.sum()), found.sums[1] + float(b.sum())
     found.largest = max(found.largest, float(np.sqrt(apart.max(initial=0.0))))
     for dim, profile in enumerate(found.profiles):
         others = tuple(other for other in range(apart.ndim) if other != dim)

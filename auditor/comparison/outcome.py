@@ -45,6 +45,10 @@ class Amount:
     first_index: tuple[int, ...] = ()
     length: float = 0.0
     """Frobenius norm of the reference."""
+    spread: float = 1.0
+    """How far elements lie from their own mean, relative to ``length``."""
+    num_far: int = -1
+    """Elements that are farther apart than one distance between numbers; -1 where that is not known."""
     estimated: bool = False
     """Whether it is told from sketches: within about a tenth."""
 

@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from auditor.comparison.holding import Holding
 from auditor.comparison.lockstep import Stored, boxes
 from auditor.comparison.matching import Pair
-from auditor.comparison.rounding import Model, Threshold, epsilon
+from auditor.comparison.rounding import Model, Threshold
 from auditor.model.catalog import Role
+from auditor.model.region import Box
 
 ROUNDED = 2.0
 """Distances between numbers by which both sides' last additions may differ."""
@@ -39,6 +40,8 @@ class _Sums:
     steps: float = 0.0
     """Squared difference of the steps m/√v."""
     both: float = 0.0
+    moved: float = 0.0
+    """Squared step m/√v of the reference."""
 
 
 def left_over(reference: Holding, candidate: Holding, model: Model, pair: Pair) -> Left | None:
@@ -55,20 +58,30 @@ def left_over(reference: Holding, candidate: Holding, model: Model, pair: Pair) 
         return None
     sums = _Sums()
     for box in boxes(sides[0][0].tensor.shape):
-        (own, u), (theirs, other) = (
-            (weight.values(box)[1], _update(first.values(box)[1], second.values(box)[1], model))
-            for weight, first, second in (sides[0], sides[1])
-        )
-        apart, steps = _finite(theirs - own), _finite(other - u)
-        sums.weight += float(np.sum(_finite(own) ** 2))
-        sums.apart += float(np.sum(apart**2))
-        sums.steps += float(np.sum(steps**2))
-        sums.both += float(np.sum(apart * steps))
-    return _left(sums, model, epsilon(sides[0][0].tensor.dtype))
+        with np.errstate(over="ignore", invalid="ignore"):
+            _add(sums, sides[0], sides[1], box, model)
+    return _left(sums, model, sides[0][0].tensor.dtype.epsilon)
+
+
+_Sides = tuple[Stored, Stored, Stored]
+"""A weight and its moments."""
+
+
+def _add(sums: _Sums, left: _Sides, right: _Sides, box: Box, model: Model) -> None:
+    (own, u), (theirs, other) = (
+        (weight.values(box)[1], _update(first.values(box)[1], second.values(box)[1], model))
+        for weight, first, second in (left, right)
+    )
+    apart, steps = _finite(theirs - own), _finite(other - u)
+    sums.weight += float(np.sum(_finite(own) ** 2))
+    sums.apart += float(np.sum(apart**2))
+    sums.steps += float(np.sum(steps**2))
+    sums.both += float(np.sum(apart * steps))
+    sums.moved += float(np.sum(_finite(u) ** 2))
 
 
 def _left(sums: _Sums, model: Model, own: float) -> Left | None:
-    if not sums.weight:
+    if not 0 < sums.weight < math.inf or not math.isfinite(sums.apart + sums.steps + abs(sums.both) + sums.moved):
         return None
     most = FASTEST * model.learning_rate if model.learning_rate else math.inf
     rate = min(max(0.0, -sums.both / sums.steps), most) if sums.steps else 0.0
@@ -79,10 +92,11 @@ def _left(sums: _Sums, model: Model, own: float) -> Left | None:
         f"what its own moments leave over after one step from equal weights: {ROUNDED:g}·2^{math.log2(own):g}"
         f" + {ARITHMETIC:g} of the step"
     )
-    return Left(math.sqrt(left) / size, Threshold(allowed, how, "derived"))
+    moved = (rate or model.learning_rate or 0.0) * math.sqrt(sums.moved) / size
+    return Left(math.sqrt(left) / size, Threshold(allowed, how, "derived", unrelated=moved))
 
 
-def _stored(holding: Holding, pair: Pair, number: int | None) -> tuple[Stored, Stored, Stored] | None:
+def _stored(holding: Holding, pair: Pair, number: int | None) -> _Sides | None:
     first, second = (holding.numbers.get((role, pair.name)) for role in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))
     if holding.source is None or number is None or first is None or second is None:
         return None

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from auditor.comparison.holding import Holding, Key
+from auditor.comparison.holding import Holding
 from auditor.comparison.matching import Pair
 from auditor.invariants.related import layer
 from auditor.model.catalog import Role
@@ -25,7 +25,7 @@ CONFIDENCE = 4.0
 SUSPICIOUS = 4.0
 """Up to this multiple of the threshold a difference is suspicious: constants of other models are known no better."""
 SAYS_NOTHING = 0.5
-"""A threshold above which half of a tensor may be rounding tells nothing."""
+"""A threshold above so much of what tensors that have nothing to do with each other would show tells nothing."""
 ACCUMULATOR = "float32"
 """In which matrix products are summed, whatever the dtype of their factors."""
 
@@ -41,15 +41,35 @@ class Threshold:
     """``derived`` or ``calibrated``."""
     num_runs: int = 0
     """Runs behind a calibrated one."""
-    vague: bool = False
-    """Whether rounding may be so large that a difference within it tells nothing."""
     suspicious: float = SUSPICIOUS
     """The multiple up to which a difference is suspicious, and beyond rounding above it."""
+    unrelated: float = 1.0
+    """Relative difference of tensors that have nothing to do with each other, or of which one was not trained."""
+    stored: bool = False
+    """Whether it is that of one set of weights, stored twice: of weights that were trained apart it tells nothing."""
+
+    @property
+    def vague(self) -> bool:
+        """Whether rounding may be so large that a difference within it tells nothing."""
+        return self.relative > SAYS_NOTHING * self.unrelated
 
     @property
     def beyond(self) -> float:
-        """From here on a difference is beyond rounding."""
-        return self.relative * self.suspicious
+        """From here on a difference is beyond rounding. What unrelated tensors show is no rounding, either."""
+        if self.stored:
+            return max(self.relative, self.unrelated)
+        most = self.relative * self.suspicious
+        return most if self.vague else min(most, self.unrelated)
+
+
+@dataclass(frozen=True, slots=True)
+class Motion:
+    """What one step of the optimizer does to a weight. Lengths of the whole tensor, in learning rates."""
+
+    apart: float
+    """By which rounding may lead two runs apart."""
+    moved: float
+    """By which it moves the weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +93,8 @@ class Model:
     has_masters: bool = False
     counted: float = 1.0
     """The reference's own count of optimizer steps."""
+    trained: bool = False
+    """Whether both were seen equal in a step before."""
 
     def depth(self, name: str) -> int:
         """Layers that an error passes on its way back from the loss to this one, itself included."""
@@ -83,7 +105,7 @@ class Model:
 
     def gradient(self, name: str, shape: Sequence[int]) -> tuple[float, str]:
         """The expected relative round-off of a gradient, and its derivation."""
-        own, sums = epsilon(self.compute), epsilon(DTYPES[ACCUMULATOR]) / 2
+        own, sums = self.compute.epsilon, DTYPES[ACCUMULATOR].epsilon / 2
         terms = max([*shape, self.num_terms, 1])
         grown = GROWTH ** self.depth(name)
         found = (ROUNDINGS * own + CONFIDENCE * math.sqrt(terms) * sums) * grown
@@ -98,14 +120,9 @@ class Model:
         return self.levels.get((role, layer(name)), 0.0) * math.sqrt(num_elements)
 
 
-def epsilon(dtype: DType) -> float:
-    """Distance from one to the next number, 2^-m."""
-    return 2.0**-dtype.mantissa_bits
-
-
 def model_of(
     reference: Holding, candidate: Holding, pairs: Sequence[Pair], num_steps: float, *,
-    compute: str = "", num_terms: int = 0, learning_rate: float | None = None,
+    compute: str = "", num_terms: int = 0, learning_rate: float | None = None, trained: bool = False,
 ) -> Model:  # fmt: skip
     """What both sides record of how they computed."""
     weights = [(reference, p.reference) for p in pairs if p.role is Role.PARAMETER and p.reference is not None]
@@ -120,7 +137,7 @@ def model_of(
     return Model(
         DTYPES[compute] if compute else lowest, num_steps, layers, _levels(reference), num_terms,
         learning_rate or max(rates, default=None), _betas(reference), _epsilon(reference), masters,
-        counted_steps(reference) or num_steps,
+        counted_steps(reference) or num_steps, trained,
     )  # fmt: skip
 
 
@@ -155,9 +172,11 @@ def _levels(holding: Holding) -> dict[tuple[Role, str], float]:
     squares: dict[tuple[Role, str], list[float]] = {}
     for number, tensor in enumerate(holding.tensors):
         total = squares.setdefault((tensor.role, layer(tensor.name)), [0.0, 0.0])
-        total[0] += holding.size(number) ** 2
+        total[0] += holding.size(number) * holding.size(number)
         total[1] += tensor.num_elements
-    return {key: math.sqrt(square / count) for key, (square, count) in squares.items() if count and square}
+    return {
+        key: math.sqrt(square / count) for key, (square, count) in squares.items() if 0 < square < math.inf and count
+    }
 
 
 def of_moment(model: Model, pair: Pair, shape: Sequence[int], size: float) -> Threshold | str:
@@ -177,7 +196,7 @@ def of_moment(model: Model, pair: Pair, shape: Sequence[int], size: float) -> Th
         return "the reference is zero"
     if floor > size:
         share, text = share * floor / size, f"{text}·{floor / size:.3g} (small beside its layer)"
-    return Threshold(share, text, "derived", vague=share > SAYS_NOTHING)
+    return Threshold(share, text, "derived")
 
 
 def uncertainty(model: Model, pair: Pair, shape: Sequence[int], moment: float) -> float:
@@ -192,28 +211,22 @@ def uncertainty(model: Model, pair: Pair, shape: Sequence[int], moment: float) -
     return share * size / math.sqrt(max(1, math.prod(shape))) / correction
 
 
-def of_weight(model: Model, dtype: DType, size: float, motion: float | None) -> Threshold | str:
-    """The threshold of a weight or master, or why there is none.
+def of_weight(model: Model, dtype: DType, size: float, spread: float, motion: Motion) -> Threshold | str:
+    """The threshold of a weight or master that was trained apart, or why there is none.
 
-    ``size``: length of the reference's tensor; ``motion``: the length by which one step of the optimizer may lead
-    apart, in units of the learning rate; None where no optimizer state tells.
+    ``size``: length of the reference's tensor; ``spread``: by how much of that unrelated weights of the kind differ.
+    Weights that were trained on other batches from the same beginning are led apart at least as far as a walk of as
+    many steps at random goes: rounding that may be of that size is told from nothing.
     """
-    own = epsilon(dtype)
+    own = dtype.epsilon
     times = 1.0 if model.has_masters and dtype.bits < 32 else max(1.0, model.num_steps)
     stored, text = own * times, f"{times:g}·2^{math.log2(own):g}"
     if not size:
         return "the reference is zero"
-    if motion is None:
-        # Nothing says that anything was trained apart: the same weights, stored twice.
-        return Threshold(stored, f"{text} (one set of weights, stored twice: there is no optimizer state)", "derived")
     if model.learning_rate is None:
         return "no learning rate is recorded, so it is not known how far a step leads apart: --learning-rate states it"
     steps = max(1.0, model.num_steps)
-    apart = steps * model.learning_rate * motion / size
-    how = f"{text} + {steps:g}·{model.learning_rate:g}·{motion / size:.3g}"
-    return Threshold(stored + apart, how, "derived", vague=stored + apart > SAYS_NOTHING)
-
-
-def key_of(pair: Pair) -> Key:
-    """By which calibrated noise is kept."""
-    return pair.role, pair.name
+    apart = steps * model.learning_rate * motion.apart / size
+    walked = math.sqrt(steps) * model.learning_rate * motion.moved / size
+    how = f"{text} + {steps:g}·{model.learning_rate:g}·{motion.apart / size:.3g}"
+    return Threshold(stored + apart, how, "derived", unrelated=min(spread, walked))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from auditor.comparison.outcome import DIFFERENT, PROVED, Comparison, Standing
+from collections.abc import Sequence
+
+from auditor.comparison.outcome import DIFFERENT, PROVED, Compared, Comparison, Standing
+from auditor.model.catalog import Role
 from auditor.settings import Settings
 from auditor.verdict import ExitCode, ordered
 
@@ -16,7 +19,8 @@ def exit_codes(found: Comparison, settings: Settings) -> list[ExitCode]:
     open_ones = [row for row in rows if row.standing is Standing.UNDETERMINED]
     if settings.strict and open_ones:
         codes.add(ExitCode.VIOLATED)
-    if any(step.failures for step in found.steps) or found.unrecognised or (rows and len(open_ones) == len(rows)):
+    unread = any(step.failures for step in found.steps) or found.unrecognised
+    if unread or (rows and len(open_ones) == len(rows)) or undecided(rows):
         codes.add(ExitCode.INCOMPLETE)
     if any(step.changed for step in found.steps):
         codes.add(ExitCode.CHANGED)
@@ -24,6 +28,14 @@ def exit_codes(found: Comparison, settings: Settings) -> list[ExitCode]:
         # Nothing was held against anything: a script must not take that for equal.
         codes.add(ExitCode.VIOLATED if any(row.standing in DIFFERENT for row in rows) else ExitCode.NOTHING)
     return ordered(codes)
+
+
+def undecided(rows: Sequence[Compared]) -> bool:
+    """Whether of what differs nothing is known: how far it differs, or of no weight that does, what that means."""
+    if any(row.standing is Standing.UNDETERMINED and row.amount is None for row in rows):
+        return True
+    weights = [row for row in rows if row.amount is not None and row.pair.role in (Role.PARAMETER, Role.MASTER)]
+    return bool(weights) and all(row.standing is Standing.UNDETERMINED for row in weights)
 
 
 def exit_code(found: Comparison, settings: Settings) -> ExitCode:
@@ -37,8 +49,11 @@ def verdict(found: Comparison, settings: Settings) -> str:
     rows = [row for step in found.steps for row in step.rows]
     if ExitCode.VIOLATED in codes and any(found.fails(step, settings.fail_on) for step in found.steps):
         return "differs"
-    if ExitCode.INCOMPLETE in codes or ExitCode.CHANGED in codes:
+    unread = any(step.failures for step in found.steps) or found.unrecognised
+    if unread or ExitCode.CHANGED in codes:
         return "incomplete"
+    if ExitCode.INCOMPLETE in codes:
+        return "undetermined"
     told = [row.standing for row in rows if row.standing not in (Standing.UNDETERMINED, *DIFFERENT)]
     if not told:
         return "undetermined"

@@ -68,6 +68,14 @@ class DType:
         return float(1 << (self.mantissa_bits + 1)) if self.kind is Kind.FLOAT else math.inf
 
     @property
+    def epsilon(self) -> float:
+        """Distance from one to the next number of a float, 2^-m; 0 where there is no rounding.
+
+        That is: of integers, bools, and floats that are an exponent alone.
+        """
+        return 2.0**-self.mantissa_bits if self.mantissa_bits else 0.0
+
+    @property
     def packed(self) -> bool:
         """Whether several elements share a byte."""
         return self.bits < 8 and not self.apart

@@ -4,11 +4,12 @@ All ranks are computed in one process: each rank's part by itself, then added up
 does. So rounding differs as it does between real ranks, and a missing or doubled sum is one that is left out here.
 """
 
-import json
 import math
 from dataclasses import dataclass, replace
 
 import pytest
+
+from tests.comparison.tree import write_step
 
 torch = pytest.importorskip("torch")
 functional = torch.nn.functional
@@ -241,16 +242,14 @@ def make_batch(seed, step):
 
 def save(folder, step, weights, state, tp=1):
     """As docs/zarr-layout.md has it: weights, and after a step AdamW's moments, with its groups."""
-    at = folder / "steps" / str(step)
-    orders = {name: number for number, name in enumerate(weights)}
-    for name, weight in weights.items():
+    tensors = {}
+    for order, (name, weight) in enumerate(weights.items()):
         how = {"tp": f"shard:{cut_dims()[name]}" if name in cut_dims() else "replicate"}
-        attributes = {"order": orders[name], "mesh": {"tp": tp}, "placement": how if tp > 1 else {}}
+        said = {"order": order, "mesh": {"tp": tp}, "placement": how if tp > 1 else {}}
         roles = {"parameter": weight}
         if step:
             roles |= dict(zip(("first_moment", "second_moment"), state[name], strict=True))
-        for role, values in roles.items():
-            _write_array(at / "tensors" / role / name, values.numpy(), attributes)
+        tensors |= {(role, name): (values.numpy(), said) for role, values in roles.items()}
     common = {"lr": RATE, "betas": list(BETAS), "eps": EPSILON}
     groups = [
         {"number": number, "file": "zarr.json", "optimizer": "adamw", "step": step,
@@ -258,27 +257,7 @@ def save(folder, step, weights, state, tp=1):
          "parameters": [name for name, w in weights.items() if (w.ndim > 1) == bool(decay)]}
         for number, decay in enumerate((DECAY, 0.0))
     ]  # fmt: skip
-    _write_group(at / "catalog", {"groups": groups if step else []})
-    _write_group(at, {"schema_version": 1, "step": step, "mesh": {"tp": tp}})
-
-
-def _write_group(folder, said):
-    folder.mkdir(parents=True, exist_ok=True)
-    text = {"zarr_format": 3, "node_type": "group", "attributes": {"auditor": said}}
-    (folder / "zarr.json").write_text(json.dumps(text))
-
-
-def _write_array(folder, values, said):
-    chunk = folder / "c" / "/".join("0" * values.ndim)
-    chunk.parent.mkdir(parents=True)
-    chunk.write_bytes(values.tobytes())
-    text = {
-        "zarr_format": 3, "node_type": "array", "shape": values.shape, "data_type": values.dtype.name, "fill_value": 0,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": values.shape}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}], "attributes": {"auditor": said},
-    }  # fmt: skip
-    (folder / "zarr.json").write_text(json.dumps(text))
+    write_step(folder, step, tensors, mesh={"tp": tp}, groups=groups if step else [])
 
 
 def faulty(fault, **changes):

@@ -1,0 +1,105 @@
+"""One set of weights, stored twice: what converts, reshards or saves again does not compute. Pure.
+
+Two runs that were trained apart in another order differ by rounding nearly everywhere. Where most of what was trained
+is equal in every bit, nothing was: what differs there is no noise of training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from auditor.comparison.holding import Holding
+from auditor.comparison.matching import Pair
+from auditor.comparison.outcome import PROVED, Amount, Compared, Standing
+from auditor.comparison.rounding import SAYS_NOTHING, Model, Threshold
+from auditor.model.catalog import Role
+from auditor.model.dtype import DType
+
+SHARE = 0.5
+"""Of the elements that were trained: from here on those that are equal in every bit speak for all."""
+MOMENTS = (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT)
+WEIGHTS = (Role.PARAMETER, Role.MASTER, Role.EMA)
+_OPEN = (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.UNDETERMINED)
+UNRELATED = "it has no more in common with the reference than unrelated weights have"
+_APART = (
+    "more than one set of weights, stored twice, and less than weights that have nothing in common: how far training "
+    "leads apart is told by optimizer state on both sides, or by reruns of the reference (--calibrate)"
+)
+_TRAINED = "trained apart, and without optimizer state on both sides nothing tells how far that may lead: --calibrate"
+
+
+def stored_twice(dtype: DType, spread: float) -> Threshold:
+    """One set of weights: rounded on its way, an element differs by no more than one distance between numbers."""
+    how = f"one set of weights, stored twice: 2^-{dtype.mantissa_bits}"
+    return Threshold(dtype.epsilon, how, "derived", unrelated=spread, stored=True)
+
+
+def standing_of(model: Model, amount: Amount, threshold: Threshold) -> tuple[Standing, str]:
+    """How a weight stands of which nothing is known but its own numbers, and why."""
+    if not amount.relative:
+        return Standing.ROUNDING, "equal as numbers"
+    if amount.relative > threshold.beyond:
+        return Standing.BEYOND, UNRELATED
+    if model.trained:
+        return Standing.UNDETERMINED, _TRAINED
+    if amount.num_far or amount.relative > threshold.relative:
+        return Standing.UNDETERMINED, _APART
+    if threshold.vague:
+        return Standing.UNDETERMINED, "its elements differ from each other by no more than by rounding"
+    return Standing.ROUNDING, ""
+
+
+@dataclass(frozen=True, slots=True)
+class OneSet:
+    """Both sides hold what was trained once."""
+
+    share: float
+    """Of the elements that were trained, those that are equal in every bit."""
+
+    @staticmethod
+    def threshold(dtype: DType) -> Threshold:
+        """What is beyond rounding once it is known that no training came between."""
+        return stored_twice(dtype, 0.0)
+
+    def settled(self, row: Compared, dtype: DType) -> Compared:
+        """A row as it stands where nothing but one rounding can have come between."""
+        amount = row.amount
+        if amount is None or not amount.relative or row.standing not in _OPEN or not dtype.epsilon:
+            return row
+        if row.pair.role is Role.BUFFER:
+            # What a framework computes anew (rotary frequencies) is no part of what was trained.
+            return row
+        threshold = self.threshold(dtype)
+        detail = f"{self.share:.1%} of what was trained is equal in every bit: no training came between"
+        if amount.num_far < 0 and amount.relative <= threshold.relative:
+            return row
+        if amount.num_far or amount.relative > threshold.relative:
+            return replace(row, standing=Standing.BEYOND, threshold=threshold, detail=detail)
+        standing = Standing.SUSPICIOUS if threshold.relative > SAYS_NOTHING * amount.spread else Standing.ROUNDING
+        return replace(row, standing=standing, threshold=threshold, detail=detail)
+
+
+def one_set(rows: Sequence[Compared], left: Holding, *, trained: bool) -> OneSet | None:
+    """Whether both sides hold one set; ``trained``: whether both were seen equal in a step before.
+
+    Counted are moments, where both sides have any, for weights may be frozen; else weights. Zeros (experts that no
+    token chose) count on no side.
+    """
+    has_state = any(row.pair.role in MOMENTS and _both(row.pair) for row in rows)
+    if trained and not has_state:
+        return None
+    roles = MOMENTS if has_state else WEIGHTS
+    total = proved = 0
+    for row in rows:
+        number = row.pair.reference
+        if row.pair.role not in roles or number is None or not _both(row.pair) or not left.size(number):
+            continue
+        count = left.tensors[number].num_elements
+        total += count
+        proved += count if row.standing in PROVED else 0
+    return OneSet(proved / total) if total and SHARE * total <= proved < total else None
+
+
+def _both(pair: Pair) -> bool:
+    return pair.reference is not None and pair.candidate is not None

@@ -1,0 +1,149 @@
+"""Weights of which nothing else is known: when they may be called rounding, and when nothing is known of them."""
+
+import numpy as np
+import pytest
+
+from auditor.comparison.outcome import Standing
+from tests.comparison.test_exact import code, compared
+from tests.comparison.tree import bfloat16, write_step
+
+GENERATOR = np.random.default_rng(5)
+SHAPES = {f"layers.{layer}.{name}.weight": shape for layer in range(2) for name, shape in
+          {"up": (48, 16), "down": (16, 48), "norm": (16,)}.items()}  # fmt: skip
+
+
+def drawn():
+    """Weights of a model; norms lie near one."""
+    return {
+        name: GENERATOR.normal(1, 0.01, shape) if "norm" in name else GENERATOR.normal(0, 0.2, shape)
+        for name, shape in SHAPES.items()
+    }
+
+
+def nearby(weights, how_far):
+    """Weights that were trained on from there, each element by about so much."""
+    return {name: values + GENERATOR.normal(0, how_far, values.shape) for name, values in weights.items()}
+
+
+def saved(folder, weights, step=2000, form=bfloat16):
+    return write_step(folder, step, {name: form(values) for name, values in weights.items()})
+
+
+def told(found):
+    return {row.pair.name: row.standing for row in found.steps[-1].rows}
+
+
+WEIGHTS = drawn()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("reference"), WEIGHTS)
+
+
+def test_unrelated_weights_never_agree_however_many_steps_were_made(reference, tmp_path):
+    found = compared(reference, saved(tmp_path, drawn()))
+    assert {told(found)[name] for name in SHAPES if "norm" not in name} == {Standing.BEYOND}
+    assert code(found) == 1
+
+
+@pytest.mark.parametrize("how_far", [1e-2, 1e-3])
+def test_weights_that_may_have_been_trained_apart_are_undetermined(reference, tmp_path, how_far):
+    found = compared(reference, saved(tmp_path, nearby(WEIGHTS, how_far)))
+    assert Standing.ROUNDING not in told(found).values()
+    assert told(found)["layers.1.up.weight"] is Standing.UNDETERMINED
+    assert code(found) == 3
+
+
+def test_one_set_stored_twice_may_be_rounded_and_nothing_else(reference, tmp_path):
+    same = dict(WEIGHTS)
+    found = compared(saved(tmp_path / "wide", same, form=np.float32), reference)
+    assert set(told(found).values()) == {Standing.CAST}
+    same["layers.1.up.weight"] = same["layers.1.up.weight"] * (1 + 2**-9)
+    found = compared(reference, saved(tmp_path / "near", same))
+    assert told(found)["layers.1.up.weight"] is Standing.ROUNDING
+    assert code(found) == 0
+    # A norm's elements differ from each other by little more than that: it may as well be another layer's.
+    same = {**WEIGHTS, "layers.1.norm.weight": WEIGHTS["layers.1.norm.weight"] + 0.004}
+    assert told(compared(reference, saved(tmp_path / "norm", same)))["layers.1.norm.weight"] is Standing.SUSPICIOUS
+
+
+@pytest.mark.parametrize("change", ["one element", "a factor"])
+def test_what_a_conversion_changed_is_found_where_the_rest_is_equal(reference, tmp_path, change):
+    values = WEIGHTS["layers.1.up.weight"].copy()
+    if change == "one element":
+        values[3, 4] = -values[3, 4] * 1.05
+    else:
+        values *= 1.03
+    found = compared(reference, saved(tmp_path, {**WEIGHTS, "layers.1.up.weight": values}), power=True)
+    (row,) = found.steps[0].of(Standing.BEYOND)
+    assert row.pair.name == "layers.1.up.weight"
+    assert code(found) == 1
+    causes = [cause.text for cause in row.causes]
+    assert not any("one rank" in text or "rank 0" in text for text in causes)
+    assert any("one element alone" in text for text in causes) == (change == "one element")
+    assert row.power.factor == 2**-7
+
+
+def test_no_rounding_explains_what_a_step_before_was_equal(reference, tmp_path):
+    """In bfloat16 a step may be smaller than the distance between numbers: a lost one is not called rounding."""
+    moved = {name: values * (1 + 2**-8) for name, values in WEIGHTS.items()}
+    for folder, last in (("reference", moved), ("candidate", nearby(moved, 1e-4))):
+        saved(tmp_path / folder, WEIGHTS, 0)
+        saved(tmp_path / folder, last, 1)
+    found = compared(tmp_path / "reference", tmp_path / "candidate")
+    assert found.last_equal == 0
+    assert Standing.ROUNDING not in told(found).values()
+    assert code(found) == 3
+
+
+def integers(width):
+    top = 2**53 if width == "int64" else 100
+    return {"table": np.array([[top, 1, 2], [3, 4, 5]], width)}, {
+        "table": np.array([[top + 1, 1, 2], [3, 4, 5]], width)
+    }
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs"),
+    [
+        integers("int64"),
+        integers("int8"),
+        ({"mask": np.array([True, False, True])}, {"mask": np.array([True, True, True])}),
+    ],
+    ids=["int64", "int8", "bool"],
+)
+def test_integers_and_bools_are_equal_or_others(tmp_path, own, theirs):
+    found = compared(write_step(tmp_path / "one", 1, own), write_step(tmp_path / "two", 1, theirs))
+    assert set(told(found).values()) == {Standing.BEYOND}
+    assert code(found) == 1
+    assert code(compared(tmp_path / "one", tmp_path / "one")) == 0
+
+
+@pytest.mark.parametrize("size", [1e200, 1e-200, 1e308, 5e-324])
+def test_squares_that_are_no_doubles(tmp_path, size):
+    own = GENERATOR.uniform(0.5, 1.5, (8, 8)) * size if size > 1e-300 else np.full((8, 8), size)
+    other = own.copy()
+    other[:4] = -other[:4]
+    both = [
+        write_step(tmp_path / name, 3, {"w": values, ("first_moment", "w"): values})
+        for name, values in (("one", own), ("two", other))
+    ]
+    found = compared(*both, power=True)
+    rows = found.steps[0].rows
+    assert {row.standing for row in rows} == {Standing.BEYOND}
+    assert all(1 < row.amount.relative < 2 for row in rows)
+    assert all("zero" not in row.detail for row in rows)
+
+
+def test_complex_numbers_are_compared_part_by_part(tmp_path):
+    own = GENERATOR.normal(0, 1, (8, 4)) + 1j
+    other = own.copy()
+    other[3] *= 2
+    tensors = ({"w": values.astype(np.complex64), "v": own} for values in (own, other))
+    found = compared(*(write_step(tmp_path / str(n), 1, each) for n, each in enumerate(tensors)))
+    assert told(found) == {"w": Standing.BEYOND, "v": Standing.EQUAL}
+    many = (1,) * 62 + (8, 4)
+    both = [write_step(tmp_path / f"{n}m", 1, {"w": x.reshape(many)}) for n, x in enumerate((own, other))]
+    found = compared(*both)
+    assert (told(found), code(found)) == ({"w": Standing.UNDETERMINED}, 3)
