@@ -17,8 +17,9 @@ SETTLED = 3
 
 
 def called(state: StepState) -> str:
-    """What a step's folder is called; its number, where the folder itself was opened."""
-    return base_name(state.path) or f"step {state.step}"
+    """What a step's folder is called; its number, where the folder itself was opened or is called by a number alone."""
+    name = base_name(state.path)
+    return f"step {state.step}" if not name or name == str(state.step) else name
 
 
 def count(number: int, what: str) -> str:
@@ -30,11 +31,13 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _at(state: StepState, subject: str, message: str) -> Violation:
+def at_step(state: StepState, subject: str, message: str) -> Violation:
+    """A violation of a step as a whole."""
     return Violation(subject, (Location(state.step, state.path, detail=message),), message)
 
 
-def _per_step(run: RunState, violations: Iterable[tuple[StepState, Violation]]) -> dict[int, Judgement]:
+def per_step(run: RunState, violations: Iterable[tuple[StepState, Violation]]) -> dict[int, Judgement]:
+    """Violations by step; every other step on disk holds."""
     bad: dict[int, list[Violation]] = {}
     for state, violation in violations:
         bad.setdefault(state.step, []).append(violation)
@@ -87,7 +90,7 @@ def steps_were_finished(run: RunState) -> dict[int, Judgement]:
         for at, state in enumerate(run.steps)
         if state.commit is Commit.UNCOMMITTED
     ]
-    return _per_step(run, unfinished)
+    return per_step(run, unfinished)
 
 
 def _unfinished(state: StepState, passed_over: bool) -> Violation:
@@ -118,7 +121,7 @@ def optimizer_states_advance(run: RunState) -> dict[int, Judgement]:
         if found:
             repeated.append((state, found))
         known.append(state)
-    return _per_step(run, repeated)
+    return per_step(run, repeated)
 
 
 def _began_anew(counted: Sequence[StepState], at: int) -> bool:
@@ -146,7 +149,7 @@ def _with_its_state(state: StepState, known: Sequence[StepState], since: int) ->
             continue
         if moments and unmoved is False:
             certain.append(other)
-        elif other.step >= since and not _all_skipped(other, state):
+        elif other.step >= since and not all_skipped(other, state):
             suspected.append(other)
     if certain:
         message = f"its optimizer state is that of optimizer step {state.optimizer_step:g}"
@@ -160,7 +163,7 @@ def _with_its_state(state: StepState, known: Sequence[StepState], since: int) ->
     return None
 
 
-def _all_skipped(before: StepState, state: StepState) -> bool:
+def all_skipped(before: StepState, state: StepState) -> bool:
     """Whether it is recorded why no update was made between two saves."""
     if state.num_skipped - before.num_skipped >= state.step - before.step:
         return True
@@ -170,7 +173,7 @@ def _all_skipped(before: StepState, state: StepState) -> bool:
 
 def _of_optimizer(state: StepState, message: str) -> Violation:
     locations = tuple(Location(state.step, file, detail=message) for file in state.optimizer_files)
-    return replace(_at(state, called(state), f"{called(state)}: {message}"), locations=locations)
+    return replace(at_step(state, called(state), f"{called(state)}: {message}"), locations=locations)
 
 
 def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
@@ -184,9 +187,25 @@ def steps_are_saved_once(run: RunState) -> dict[int, Judgement]:
         first = seen.setdefault((state.step, state.format), state)
         # Step 0 is also what a folder without any record of a step has: several exports side by side.
         if first is not state and state.step > 0:
-            message = f"{called(first)} and {called(state)} both say that they are step {state.step}"
-            twice.append((state, _at(state, called(state), message)))
-    return _per_step(run, twice)
+            twice.append((state, _twice(first, state)))
+    return per_step(run, twice)
+
+
+def _twice(first: StepState, state: StepState) -> Violation:
+    both = f"{called(first)} and {called(state)} both say that they are step {state.step}"
+    same = same_content(first.everything, state.everything)
+    if first.sizes != state.sizes or same is False or _named_otherwise(first) or _named_otherwise(state):
+        return at_step(state, called(state), both)
+    if same is None:
+        return at_step(state, called(state), f"{both}; whether they hold the same was not read (--level values)")
+    message = f"{both}, and hold the same bit by bit in files of the same sizes: one is a copy of the other"
+    return replace(at_step(state, called(state), message), severity=Severity.NOTE)
+
+
+def _named_otherwise(state: StepState) -> bool:
+    """Whether a step's folder has numbers in its name, and none of them is the step."""
+    numbers = re.findall(r"\d+", base_name(state.path))
+    return bool(numbers) and str(state.step) not in {number.lstrip("0") for number in numbers}
 
 
 def pointer_is_newest(run: RunState) -> dict[int, Judgement]:
@@ -198,12 +217,12 @@ def pointer_is_newest(run: RunState) -> dict[int, Judgement]:
     behind = (
         (
             state,
-            _at(state, called(state), f"{called(state)} is whole, the pointer names step {max(targets)}"),
+            at_step(state, called(state), f"{called(state)} is whole, the pointer names step {max(targets)}"),
         )
         for state in run.on_disk
         if state.whole and state.step > max(targets)
     )
-    return _per_step(run, behind)
+    return per_step(run, behind)
 
 
 def pointers_agree(run: RunState) -> dict[int, Judgement]:
@@ -280,8 +299,8 @@ def _lacking(state: StepState, before: StepState, after: StepState | None) -> Vi
     message = f"{called(state)} has files of {count(state.num_ranks, 'rank')}, {called(before)} of {before.num_ranks}"
     if after is None:
         message += ", and no later save tells why"
-        return replace(_at(state, called(state), message), severity=Severity.WARNING)
-    return _at(state, called(state), f"{message}, {called(after)} of {after.num_ranks} again")
+        return replace(at_step(state, called(state), message), severity=Severity.WARNING)
+    return at_step(state, called(state), f"{message}, {called(after)} of {after.num_ranks} again")
 
 
 INVARIANTS = (
@@ -317,13 +336,15 @@ INVARIANTS = (
         source="deepspeedai/DeepSpeed#5289; hiyouga/LlamaFactory#655",
         example="global_step300: its optimizer state is that of optimizer step 200, as in step 200",
         misses="Optimizer files of a step that was not saved, or is not among those looked at; a step that is a copy "
-               "of another as a whole; optimizers that don't count.",
+               "of another as a whole (MOT015); optimizers that don't count.",
         hint="Restore the optimizer files of this step, or resume from the last good step.",
         judge_run=optimizer_states_advance, needs=Needs.HEADERS,
     ),
     Invariant(
         "INT007", "step-saved-twice", Severity.ERROR,
-        statement="No two folders of a run hold the same step in the same format. One that was converted is another.",
+        statement="No two folders of a run hold the same step in the same format. One that was converted is another. A "
+                  "note where both hold the same bit by bit in files of the same sizes, unless the name of one tells "
+                  "another step.",
         rationale="It is not known which of the two was trained on, and which a loader will take.",
         source="hiyouga/LlamaFactory#655",
         example="global_step300 and global_step300_old both say that they are step 300",

@@ -280,7 +280,7 @@ INVARIANTS = (
                   "since, and nobody notices.",
         source="hiyouga/LlamaFactory#655; huggingface/transformers#35782",
         example="step 300 holds the weights of step 200 bit by bit, though 100 optimizer steps were counted since",
-        misses="A step that repeats one before the last save.",
+        misses="A step that repeats one before the last save, or its optimizer state as well (MOT015).",
         hint="See whether training went on between the two saves; then find the copy that the writer saved.",
         needs=Needs.WEIGHTS, judge_motion=the_step_is_new, goes_first=True,
         likely_causes=(LikelyCause("the writer saved a copy that was made once", "hiyouga/LlamaFactory#655"),),

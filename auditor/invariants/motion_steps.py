@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from auditor.invariants import stillness
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.motion_rates import DOES_NOT_APPLY, Recorded, motion_bound, recorded
 from auditor.invariants.neighbours import Neighbours
 from auditor.invariants.related import Collected, of_row
-from auditor.invariants.stillness import decays
 from auditor.model.catalog import Role
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.joint import Joint, JointKind, JointResult
@@ -56,7 +56,7 @@ def _of(neighbours: Neighbours, role: Role, name: str) -> tuple[int, int]:
 
 def _rest(neighbours: Neighbours) -> Iterable[_Asked]:
     for key, (old, new) in neighbours.shared.items():
-        if decays(*key) and neighbours.after.catalog.tensors[new].dtype.mantissa_bits >= 7:
+        if stillness.decays(*key) and neighbours.after.catalog.tensors[new].dtype.mantissa_bits >= 7:
             yield _Asked(key[1], key[0], new, Joint(JointKind.REST, (new,), (old,)))
 
 
@@ -243,11 +243,12 @@ _DENSE = 0.9
 
 def no_stretch_is_stale(neighbours: Neighbours) -> Judgement:
     """No stretch of a first moment has the bits of the save before while the rest of its part moved on."""
-    found = Collected()
+    found, still = Collected(), stillness.of(neighbours).still_rows
     for asked, results in _measured(neighbours, JointKind.REST, found):
+        # A part that rests as a whole may have zeros beside: nothing in it moved on.
         bad = [
             result for result in results
-            if _STRETCH <= result.num_beyond < result.num_compared
+            if result.row not in still and _STRETCH <= result.num_beyond < result.num_compared
             and result.num_beyond >= _DENSE * (result.last - result.first + 1)
         ]  # fmt: skip
         if bad:

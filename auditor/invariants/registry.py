@@ -14,6 +14,7 @@ from auditor.invariants import (
     integrity_runs,
     metadata,
     motion,
+    motion_copies,
     motion_records,
     motion_sizes,
     motion_steps,
@@ -36,8 +37,8 @@ from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
     integrity, integrity_runs, integrity_kept, coverage, metadata, replica, stripes, cast, optimizer,
-    optimizer_records, optimizer_values, optimizer_twins, numerics, outliers, scales, motion, motion_records,
-    motion_sizes, motion_steps, tying, reference, security, configuration, witnessed, schedule,
+    optimizer_records, optimizer_values, optimizer_twins, numerics, outliers, scales, motion, motion_copies,
+    motion_records, motion_sizes, motion_steps, tying, reference, security, configuration, witnessed, schedule,
 )  # fmt: skip
 
 

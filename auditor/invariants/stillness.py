@@ -61,16 +61,22 @@ class Stillness:
         self._groups = [RecordedGroups(side.catalog) for side in (neighbours.before, neighbours.after)]
 
     @cached_property
-    def _still_rows(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _compared(self) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Rows of the save that were held against the one before, and whether they have its bits."""
         old, new = self.neighbours.pieces
         one, other = self.neighbours.before.observations.pieces[old], self.neighbours.after.observations.pieces[new]
         return new, (one["lane0"] == other["lane0"]) & (one["lane1"] == other["lane1"])
 
     @cached_property
+    def still_rows(self) -> frozenset[int]:
+        """Rows of the save that have the bits of the one before."""
+        rows, still = self._compared
+        return frozenset(rows[still].tolist())
+
+    @cached_property
     def _by_tensor(self) -> Mapping[int, tuple[NDArray[np.int64], NDArray[np.bool_]]]:
         """Tensor number to its rows that were compared, and whether each is still."""
-        rows, still = self._still_rows
+        rows, still = self._compared
         tensors = self.neighbours.after.catalog.pieces.tensor[rows]
         order = np.argsort(tensors, kind="stable")
         cuts = np.flatnonzero(np.diff(tensors[order])) + 1

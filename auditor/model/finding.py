@@ -84,6 +84,8 @@ class Violation:
     """Which side is likely wrong, where a majority says so."""
     explained_by: frozenset[str] = frozenset()
     """Files whose own damage explains this; then it is a consequence and no finding."""
+    explains: frozenset[str] = frozenset()
+    """Invariants, by id or family, whose violations in the same step are consequences of this, wherever they are."""
 
 
 @dataclass(frozen=True, slots=True)

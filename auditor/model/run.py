@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,8 @@ from auditor.model.catalog import Catalog, FileState, Role, Scalar
 from auditor.model.observation import Content, Observations, contents
 from auditor.model.witness import Witness
 
+_DRAWN = re.compile(r"(?:.*/)?[0-9a-f]{24,64}")
+"""Names of files that a writer draws by chance."""
 _MOMENTS = frozenset({Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT})
 
 
@@ -82,6 +85,12 @@ class StepState:
     weights, target networks."""
     parameters: tuple[Content, ...] = ()
     """What was read of all parameters."""
+    everything: tuple[Content, ...] = ()
+    """What was read of all tensors, padding left out."""
+    drawn: str = ""
+    """Digest of those of its files' names that the writer drew by chance; empty where there are none."""
+    sizes: str = ""
+    """Digest of its files' names and sizes."""
     num_ranks: int = 1
     """Of the mesh."""
     ranks_counted: bool = False
@@ -142,6 +151,7 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
     """The state of a step just read; what is committed is decided over the run."""
     missing = tuple(file.name for file in catalog.files if file.state is FileState.MISSING)
     skipped = num_skipped(catalog)
+    drawn = sorted(name for file in catalog.files if _DRAWN.fullmatch(name := catalog.within(file.name)))
     return StepState(
         catalog.step, catalog.path, catalog.format, not missing, missing, catalog.unfinished, catalog.finished,
         modified,
@@ -150,7 +160,13 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
         loss_scale=max((scalar.value for scalar in catalog.scalars if scalar.name == "loss_scale"), default=None),
         optimizer_files=tuple(sorted({scalar.file for scalar in counters_of_files(catalog)})),
         num_ranks=catalog.mesh.num_ranks, ranks_counted=catalog.ranks_counted,
+        drawn=_digest(drawn) if drawn else "",
+        sizes=_digest(sorted((catalog.within(file.name), file.num_bytes) for file in catalog.files)),
     )  # fmt: skip
+
+
+def _digest(what: object) -> str:
+    return hashlib.blake2b(repr(what).encode(), digest_size=16).hexdigest()
 
 
 def with_content(state: StepState, catalog: Catalog, observations: Observations) -> StepState:
@@ -162,12 +178,14 @@ def with_content(state: StepState, catalog: Catalog, observations: Observations)
     moments = [number for number, role in enumerate(roles) if role in kept]
     names = {catalog.tensors[number].name for number in moments}
     parameters = [number for number, role in enumerate(roles) if role is Role.PARAMETER]
+    meant = [number for number, role in enumerate(roles) if role is not Role.PADDING]
     updated = [number for number in parameters if catalog.tensors[number].name in names]
     return replace(
         state,
         moments=contents(catalog, observations, moments),
         updated=contents(catalog, observations, updated),
         parameters=contents(catalog, observations, parameters),
+        everything=contents(catalog, observations, meant),
     )
 
 
@@ -234,7 +252,7 @@ def _digest_of_counters(catalog: Catalog) -> str:
         for scalar in scalars:
             values.setdefault(scalar.tensor, []).append(scalar.value)
     counts = sorted((name, _usual(found)) for name, found in values.items())
-    return hashlib.blake2b(repr(counts).encode(), digest_size=16).hexdigest() if counts else ""
+    return _digest(counts) if counts else ""
 
 
 def _usual(values: Iterable[float]) -> float:

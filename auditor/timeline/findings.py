@@ -100,7 +100,7 @@ def _without_consequences(
             for violation in remaining:
                 severity = violation.severity or by_id[identifier].severity
                 if (identifier, violation.subject) not in mild:
-                    for key in _keys_given(violation):
+                    for key in (*violation.explains, *_keys_given(violation)):
                         explainers[key].append((severity, (identifier, violation.subject)))
             kept[identifier][step] = remaining
     return kept, consequences
@@ -128,6 +128,8 @@ def _causes(violation: Violation, invariant: Invariant, explainers: _Explainers)
         known = (cause for key in keys if key in explainers for severity, cause in explainers[key] if severity >= least)
         return next(known, None)
 
+    if cause := first([invariant.id, invariant.family]):
+        return {cause}
     if violation.explained_by:
         found = [first([file]) for file in violation.explained_by]
     else:
