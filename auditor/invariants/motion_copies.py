@@ -35,7 +35,10 @@ def steps_are_no_copies(run: RunState) -> dict[int, Judgement]:
     judged: dict[int, Judgement] = {}
     for states in of_format.values():
         for state, earlier in _repeats(states):
-            found = Judgement(1) if earlier is None or state.deleted else _judged(states, state, earlier)
+            if state is states[0]:
+                found = Judgement(not_applicable={"no save before it is known": 1})
+            else:
+                found = Judgement(1) if earlier is None or state.deleted else _judged(states, state, earlier)
             judged[state.step] = judged[state.step].merged(found) if state.step in judged else found
     return judged
 
