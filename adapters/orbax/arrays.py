@@ -14,7 +14,7 @@ from auditor.adapters.zarr_tree.files import chunks_of
 from auditor.containers import ocdbt, zarr_v2
 from auditor.containers.damage import DamagedError, UnsupportedError
 from auditor.containers.json_document import parse_json
-from auditor.containers.zarr_array import Position, ZarrArray, node_of
+from auditor.containers.zarr_array import Position, ZarrArray, ZarrNode, node_of
 from auditor.model.catalog import FileState
 from auditor.storage.store import Entry, Handle, ObjectMissingError, StorageError, Store, join, read_bytes
 
@@ -74,12 +74,15 @@ def document_of(name: str, raw: bytes) -> ZarrArray:
     Raises:
         DamagedError: it describes none.
     """
-    if name == zarr_v2.DOCUMENT:
-        return zarr_v2.array_of(parse_json(raw))
-    node = node_of(parse_json(raw))
+    node = _node_of(name, raw)
     if not isinstance(node, ZarrArray):
         raise DamagedError("it is a group where an array belongs")
     return node
+
+
+def _node_of(name: str, raw: bytes) -> ZarrNode:
+    document = parse_json(raw)
+    return zarr_v2.array_of(document) if name == zarr_v2.DOCUMENT else node_of(document)
 
 
 class DatabaseArrays:
@@ -221,38 +224,49 @@ class FileArrays:
     def __init__(self, store: Store, folder: Folder) -> None:
         self.store, self.folder = store, folder
         self.found = Arrays()
+        self._entered = {""}
+        """Identities of folders: a link that leads back is not followed for ever."""
 
     def read(self) -> Arrays:
         """The arrays. What is wrong is in the result."""
-        for entry, name in self._folders(self.folder, ""):
+        waiting = [*self._folders(self.folder, "")]
+        while waiting:
+            entry, name = waiting.pop()
+            if entry.identity and entry.identity in self._entered:
+                continue
+            self._entered.add(entry.identity)
             with suppress(StorageError):
-                self._add(Folder.read(self.store, entry.name), name)
+                folder = Folder.read(self.store, entry.name)
+                if not self._add(folder, name):
+                    waiting += self._folders(folder, name)
         return self.found
 
     def _folders(self, folder: Folder, above: str) -> Iterator[tuple[Entry, str]]:
-        """Folders that are arrays, or may be; keys with a slash in them make folders of folders."""
-        for name, entry in folder.folders.items():
+        """Folders that are arrays, or may be; keys with a slash in them make folders of folders. The last first."""
+        for name, entry in reversed(list(folder.folders.items())):
             if not above and (PROCESS.fullmatch(name) or name in ("array_metadatas", "d")):
                 continue
             yield entry, f"{above}/{name}" if above else name
 
-    def _add(self, folder: Folder, name: str) -> None:
+    def _add(self, folder: Folder, name: str) -> bool:
+        """Add the array that a folder is, if it is one; a group, whose document tools put above arrays, is none."""
         document = next((last for last in DOCUMENTS if last in folder.files), None)
         if document is None:
-            for entry, inner in self._folders(folder, name):
-                with suppress(StorageError):
-                    self._add(Folder.read(self.store, entry.name), inner)
-            return
-        opened = Opened[ZarrArray].open(
-            self.store, folder, document, lambda handle: document_of(document, _beginning(handle)),
+            return False
+        opened = Opened[ZarrNode].open(
+            self.store, folder, document, lambda handle: _node_of(document, _beginning(handle)),
         )  # fmt: skip
-        path = join(folder.path, document)
-        if opened.content is None:
+        path, array = join(folder.path, document), opened.content
+        if array is None:
             self.found.by_name[name] = StoredArray(name, path, None, opened.detail, opened.state)
-            return
-        chunks = {
-            position: Chunk(entry.name, 0, entry.num_bytes, None, entry)
-            for position, entry in chunks_of(self.store, folder, opened.content).items()
-        }
+        if not isinstance(array, ZarrArray):
+            return array is None
+        try:
+            there = chunks_of(self.store, folder, array)
+        except DamagedError as error:
+            self.found.by_name[name] = StoredArray(name, path, None, str(error), FileState.DAMAGED)
+            return True
+        chunks = {at: Chunk(entry.name, 0, entry.num_bytes, None, entry) for at, entry in there.items()}
         self.found.files[path] = Opened(path, opened.state, None, opened.detail, opened.entry)
-        self.found.by_name[name] = StoredArray(name, path, opened.content, chunks=chunks)
+        self.found.by_name[name] = StoredArray(name, path, array, chunks=chunks)
+        return True

@@ -28,7 +28,10 @@ from auditor.model.encoding import ZEROS, EncodingBuilder
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
 from auditor.storage.store import StorageError, Store, read_bytes
 
-_ZEROS_OR_LOST = "it is not stored: it was of zeros, which its writer leaves out, or is lost"
+_ZERO_OR_LOST = "it is not stored: it was of zeros, which its writer leaves out, or is lost"
+_ZEROS_OR_LOST = "they were of zeros, which its writer leaves out, or are lost"
+_FEW_ZEROS = 8
+"""So many chunks that may have been of zeros are named one by one."""
 MAX_NAMED = 256
 """Missing chunks of one array that are named; the rest is a gap in the tensor."""
 MAX_ZEROS = 1 << 16
@@ -192,20 +195,28 @@ class OrbaxTensors:
     def _add_missing(self, number: int, entry: Found, there: NDArray[np.int64]) -> None:
         """The pieces of chunks that are not stored; ``there``: the numbers of those that are."""
         array = entry.array
-        if entry.zeros_in and array.fills_zeros:
-            self._add_zeros(number, entry, array.missing(there, min(MAX_ZEROS, self.entries.num_left)))
+        zeros = array.fills_zeros and (bool(entry.zeros_in) or entry.may_be_zeros)
+        lost = array.missing(there, min(MAX_ZEROS, self.entries.num_left) if zeros else MAX_NAMED)
+        if zeros and (entry.zeros_in or len(lost) > _FEW_ZEROS):
+            self._add_zeros(number, entry, lost)
             return
-        for lost in array.missing(there, MAX_NAMED).tolist():
-            position = array.position_of(lost)
+        for position in map(array.position_of, lost.tolist()):
             self._lost(number, entry, self._missing(entry, position), position)
 
     def _add_zeros(self, number: int, entry: Found, lost: NDArray[np.int64]) -> None:
-        """The pieces of chunks that are not stored because they are of zeros."""
-        array, file = entry.array, self.files.numbers[entry.zeros_in]
+        """The pieces of chunks that are not stored because they are of zeros, or may be."""
+        array = entry.array
         self.entries.take(len(lost))
         starts, stops = array.boxes(lost)
         coordinates, places = coordinates_of(entry.how, starts)
-        offsets = self.files.zeros(file, array.chunk_bytes(entry.dtype), len(lost))
+        if entry.zeros_in:
+            file = self.files.numbers[entry.zeros_in]
+            offsets = self.files.zeros(file, array.chunk_bytes(entry.dtype), len(lost))
+        else:
+            path = f"{entry.item}/{entry.stored.name}".lstrip("/")
+            told = f"{len(lost)} chunks are not stored: {_ZEROS_OR_LOST}"
+            file = self.files.add(path, Opened(path, FileState.UNREADABLE, None, told), "zarr")
+            offsets = np.zeros(len(lost), np.int64)
         self.builder.boxes(
             number, file, offsets, starts, stops, coordinates, places, key=entry.stored.name, strides=array.strides
         )
@@ -227,7 +238,9 @@ class OrbaxTensors:
         if held and self.files.states.get(path, FileState.PRESENT) is FileState.PRESENT:
             path = f"{path}[{','.join(map(str, position))}]"
         if entry.may_be_zeros and array.fills_zeros:
-            return self.files.add(path, Opened(path, FileState.UNREADABLE, None, _ZEROS_OR_LOST), "zarr")
+            return self.files.add(
+                path, Opened(path, FileState.UNREADABLE, None, f"it is not stored: {_ZERO_OR_LOST}"), "zarr"
+            )
         return self.files.add(path, Opened[Any].absent(path), "zarr")
 
     # Numbers

@@ -32,6 +32,12 @@ MAX_HEIGHT = 16
 """Of a tree; with two children a node that is 65 536 leaves."""
 MAX_KEY_BYTES = 65_535
 MAX_FILES = 1 << 20
+MAX_KEYS = 1 << 21
+"""Of one database, whose keys are chunks and documents."""
+MAX_NAME_BYTES = 256 << 20
+"""Of all its names together. Each may repeat 64 KiB of the one before in a few bytes, which zstd makes fewer still."""
+MAX_VERSIONS = 1 << 16
+"""That one manifest lists: TensorStore's arity of version trees is at most that."""
 MAX_LOST = 256
 """Faults of one database that are told; beyond it nothing new is learnt."""
 _FOOTER_BYTES = 4
@@ -98,6 +104,8 @@ class _Nodes:
     handles: dict[str, Handle] = field(default_factory=dict)
     num_bytes: int = 0
     num_nodes: int = 0
+    num_keys: int = 0
+    num_name_bytes: int = 0
 
     def body(self, place: Place, magic: int) -> bytes:
         """The decoded body of the node at ``place``.
@@ -130,6 +138,17 @@ class _Nodes:
         if self.num_bytes > MAX_TOTAL_BYTES:
             raise LimitError("its nodes hold more than any honest database's")
         return body
+
+    def take_names(self, prefix: int, numbers: Sequence[int], more: Sequence[int]) -> None:
+        """Count names of a node, each of ``prefix`` and two more parts.
+
+        Raises:
+            LimitError: they are more than an honest database's, or longer.
+        """
+        self.num_keys += len(more)
+        self.num_name_bytes += prefix * len(more) + sum(numbers) + sum(more)
+        if self.num_keys > MAX_KEYS or self.num_name_bytes > MAX_NAME_BYTES:
+            raise LimitError("its nodes list more names than any honest database's, or longer ones")
 
 
 def opened(raw: bytes, magic: int) -> bytes:
@@ -202,6 +221,8 @@ def read_manifest(handle: Handle) -> list[Version]:
 
 def _versions(numbers: Numbers, files: Sequence[tuple[str, str]]) -> list[Version]:
     count = numbers.count()
+    if count > MAX_VERSIONS:
+        raise LimitError(f"it lists {count} versions")
     generations = numbers.varints(count)
     heights = numbers.take(count)
     places = _places(files, numbers.varints(count), numbers.varints(count), numbers.varints(count))
@@ -235,6 +256,8 @@ def _files(numbers: Numbers, base: str, *, nameless: bool = False) -> list[tuple
         raise LimitError(f"a node lists {count} files")
     prefixes = [0, *numbers.varints(count - 1)] if count else []
     suffixes, bases = numbers.varints(count), numbers.varints(count)
+    if sum(prefixes) + sum(suffixes) + len(base) * count > MAX_NAME_BYTES:
+        raise LimitError("a node's files have longer names than any honest ones")
     found: list[tuple[str, str]] = []
     for path, length in zip(_joined(numbers, prefixes, suffixes), bases, strict=True):
         if length > len(path):
@@ -309,8 +332,11 @@ class _Tree:
         count = numbers.count()
         if not count:
             raise DamagedError("a node is empty")
+        if count > MAX_KEYS:
+            raise LimitError(f"a node lists {count} names")
         prefixes, suffixes = [0, *numbers.varints(count - 1)], numbers.varints(count)
         common = numbers.varints(count) if height else []
+        self.nodes.take_names(len(prefix), prefixes, suffixes)
         keys = list(_joined(numbers, prefixes, suffixes))
         if height:
             places = _places(files, numbers.varints(count), numbers.varints(count), numbers.varints(count))

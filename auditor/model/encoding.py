@@ -35,6 +35,8 @@ _SURE_BYTES = 1 << 30
 """Chunks beyond it that their stored bytes can't hold are a lie of the records: to look for each of their parts in vain
 would take minutes."""
 
+_MOST_BYTES = 1 << 60
+"""Of a file's content: beyond it positions don't fit their columns."""
 _ALIGNED = 8
 """Chunks begin at a multiple of it, so that elements are aligned in a buffer whatever lies before them."""
 
@@ -56,6 +58,8 @@ class Encoding:
     """Whether what is stored is in ``memory``: chunks that lie inside metadata have no byte range of their own."""
     codecs: tuple[str, ...]
     memory: bytes = b""
+    beyond: bool = False
+    """Whether its chunks are said to hold more than any file's content, so that positions are none."""
 
     def __len__(self) -> int:
         return len(self.start)
@@ -67,6 +71,8 @@ class Encoding:
 
     def contradiction(self, num_bytes: int) -> str:
         """Why a file of ``num_bytes`` is not stored so: chunks beyond its end, or over each other. Empty: it may be."""
+        if self.beyond:
+            return f"its chunks are said to hold more than {_MOST_BYTES} bytes together"
         apart = ~self.held & (self.num_stored > 0)
         order = np.argsort(self.offset[apart], kind="stable")
         starts, stops = self.offset[apart][order], (self.offset + self.num_stored)[apart][order]
@@ -109,6 +115,7 @@ class EncodingBuilder:
     _memory: list[bytes] = field(default_factory=list)
     _num_held: int = 0
     _stop: int = 0
+    _beyond: bool = False
 
     def __len__(self) -> int:
         return len(self._columns[0])
@@ -124,9 +131,16 @@ class EncodingBuilder:
         self._num_held += len(stored)
         return self._add(num_bytes, codec, offset, len(stored), True)
 
-    def _add(self, num_bytes: int, codec: str, offset: int, num_stored: int, held: bool) -> int:
+    def _begin(self, num_bytes: int) -> int:
+        """Where so many bytes more begin in the content."""
         start = -(-self._stop // _ALIGNED) * _ALIGNED
         self._stop = start + num_bytes
+        if self._stop >= _MOST_BYTES:
+            self._beyond, start, self._stop = True, 0, 0
+        return start
+
+    def _add(self, num_bytes: int, codec: str, offset: int, num_stored: int, held: bool) -> int:
+        start = self._begin(num_bytes)
         number = self._codecs.setdefault(codec, len(self._codecs))
         row: Sequence[int] = (start, num_bytes, offset, num_stored, number, held)
         for column, value in zip(self._columns, row, strict=True):
@@ -147,12 +161,9 @@ class EncodingBuilder:
             self._memory.append(held)
             self._num_held += len(held)
         count, pace = len(offsets), -(-num_bytes // _ALIGNED) * _ALIGNED
-        starts = -(-self._stop // _ALIGNED) * _ALIGNED + pace * np.arange(count, dtype=np.int64)
-        if count:
-            self._stop = int(starts[-1]) + num_bytes
+        starts = self._begin(pace * count) + (pace if pace * count < _MOST_BYTES else 0) * np.arange(count)
         number = self._codecs.setdefault(codec, len(self._codecs))
-        same = (np.full(count, value, np.int64) for value in (num_bytes, number, held is not None))
-        size, code, kept = same
+        size, code, kept = (np.full(count, value) for value in (num_bytes, number, int(held is not None)))
         for column, values in zip(self._columns, (starts, size, offsets, lengths, code, kept), strict=True):
             column.frombytes(values.astype("q").tobytes())
         return starts
@@ -162,7 +173,7 @@ class EncodingBuilder:
         start, num_bytes, offset, num_stored, codec, held = (np.array(column, np.int64) for column in self._columns)
         return Encoding(
             start, num_bytes, offset, num_stored, codec.astype(np.int8), held.astype(bool), tuple(self._codecs),
-            b"".join(self._memory),
+            b"".join(self._memory), self._beyond,
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from auditor.model.encoding import BLOSC
 from auditor.model.encoding import LZ4 as LZ4_CODEC
 from auditor.model.region import whole
 from auditor.settings import Level, Settings
+from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
 from auditor.view.assemble import read_box
 from tests import ocdbt_writer
@@ -94,6 +95,33 @@ def test_a_chunk_that_levanter_leaves_out_is_zeros_or_lost(tmp_path):
     (failure,) = run.steps[0].failures
     assert "zeros, which its writer leaves out, or is lost" in str(failure)
     assert run.last_good is None
+
+
+@pytest.mark.parametrize("shards", [None, (40, 40)])
+def test_many_chunks_that_levanter_leaves_out_are_one_unreadable_array(tmp_path, shards):
+    """Moments of an embedding after few steps: no gap in the tensor, and not a line for each."""
+    values = np.zeros((40, 40), np.float32)
+    values[0, 0] = 1
+    run = audited(step(tmp_path, values=values, chunks=(2, 2), shards=shards, compressors=None))
+    assert not run.findings
+    (failure,) = run.steps[0].failures
+    assert "399 chunks are not stored" in failure
+
+
+def test_documents_of_groups_above_arrays_are_passed_over(tmp_path):
+    """As zarr-python writes them into every folder down to an array."""
+    objects = step(tmp_path, **WRITTEN["transposed"])
+    group = b'{"zarr_format": 3, "node_type": "group", "attributes": {}}'
+    objects |= {"step-1/zarr.json": group, "step-1/model/zarr.json": group}
+    assert [tensor.name for tensor in catalog_of(MemoryStore(objects)).tensors] == ["w"]
+    assert not audited(objects).findings
+
+
+def test_a_link_that_leads_back_ends(tmp_path):
+    step(tmp_path, **WRITTEN["transposed"])
+    (tmp_path / "step-1/model/x-back").symlink_to("../..")
+    (tmp_path / "step-1/model/x-here").symlink_to(".")
+    assert [tensor.name for tensor in catalog_of(LocalStore(tmp_path)).tensors] == ["w"]
 
 
 def test_a_chunk_that_a_shard_lacks_is_missing_and_never_zeros(tmp_path):

@@ -91,10 +91,28 @@ def everyones_child() -> dict[str, bytes]:
     return {"manifest.ocdbt": writer.manifest([(1, 0, 0, len(top), 1)], ["d/top"]), "d/top": top, "d/leaf": leaf}
 
 
+def names(count: int, shared: int) -> bytes:
+    """A leaf whose names share so many bytes with the one before, put together without making them."""
+    rests = b"a" * shared + b"".join(b"%08d" % at for at in range(count))
+    return b"".join([
+        b"\0", writer.file_table([]), writer.varint(count), writer.varints([shared] * (count - 1)),
+        writer.varints([shared + 8]), b"\x08" * (count - 1), rests, bytes(2 * count),
+    ])  # fmt: skip
+
+
 def itself() -> dict[str, bytes]:
     body = writer.inner({"a": (0, 0, 70, 0)}, ["d/node"])
     size = len(writer.envelope(writer.BTREE, body))
     return one_node(writer.inner({"a": (0, 0, size, 0)}, ["d/node"]), 1)
+
+
+def petabytes(count: int) -> Callable[[Path], object]:
+    """So many arrays of 2^51 bytes, each in a chunk of 20: together more than 64 bits count."""
+    names = [f"w{at}" for at in range(count)]
+    lie = json.dumps({**ARRAY, "shape": [1 << 47], "chunks": [1 << 47], "dtype": "<c16"}).encode()
+    values = {f"params.{name}/.zarray": lie for name in names}
+    values |= {f"params.{name}/0": (0, 20 * at, 20) for at, name in enumerate(names)}
+    return written(writer.database(values, bytes(20 * count)), names)
 
 
 def many_chunks(count: int, checksum: bool = True) -> Callable[[Path], object]:
@@ -138,6 +156,10 @@ ORBAX_INPUTS = (
         bytes(GIB), compressed=True)), file="d/node"),
     orbax("2^60 entries", "a count", written(one_node(b"\0\0" + writer.varint(1 << 60))), file="d/node"),
     orbax("2^60 files", "a count", written(one_node(b"\0" + writer.varint(1 << 60))), file="d/node"),
+    orbax("names of six gigabytes in 1 kB", "memory", written(one_node(names(100_000, 65_000), compressed=True)),
+          says="more names than any honest", file="manifest.ocdbt"),
+    orbax("three million names", "memory", written(one_node(names(3_000_000, 0), compressed=True)),
+          says="lists 3000000 names", file="manifest.ocdbt"),
     orbax("numbered manifests", "that it is read", written({"manifest.ocdbt": writer.manifest([], [], kind=1)}), 3,
           "numbered manifests", "manifest.ocdbt"),
     orbax("no versions", "nothing", written({"manifest.ocdbt": writer.manifest([], [])}), 1, "COV003", "_METADATA"),
@@ -145,6 +167,8 @@ ORBAX_INPUTS = (
     orbax("a chunk that is none", "its codec", written(stored({"0": b"\0" * 9, "1": GOOD})), 1, "INT015"),
     orbax("chunks of a terabyte in 20 bytes", "a shape",
           written(stored({"0": GOOD, "1": GOOD}, shape=[1 << 39], chunks=[1 << 38]))),
+    orbax("arrays that 64 bits can't count together", "a shape", petabytes(4200), says="bytes together",
+          file="d/values"),
     orbax("10^15 chunks", "a shape", written(stored({"0": GOOD}, shape=[4 * 10**13])), 1, "COV001"),
     orbax("a shape beyond any", "a shape", written(stored({"0": GOOD}, shape=[1 << 61, 1 << 61], chunks=[4, 4]))),
     orbax("1,000 dims", "a shape", written(stored({"0": GOOD}, shape=[1] * 1000, chunks=[1] * 1000))),
