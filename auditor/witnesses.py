@@ -7,20 +7,23 @@ refuse one that isn't empty, or take every folder in it for something of theirs.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from auditor.committed import is_as_committed
 from auditor.containers.damage import DamagedError
 from auditor.containers.witness_file import read_part
 from auditor.discovery import OURS
 from auditor.invariants.witnessed import STALE_SECONDS
-from auditor.model.witness import Witness, WitnessPart, usable
+from auditor.model.witness import Witness, WitnessedTensor, WitnessPart, usable
 from auditor.storage.roots import above
 from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, base_name, join
 
 FOLDER = f"{OURS}/witness"
 _PART = re.compile(r"rank-(\d{1,7})\.witness", re.A)
-MAX_PIECES = 8_000_000
-"""Pieces of all parts of a step that are kept in memory together: about 1 GiB."""
+MAX_PIECES, MAX_TENSORS = 8_000_000, 1_000_000
+"""Of all parts of a step, which are kept in memory together: tensors of one description count once."""
+MAX_PARTS = 200_000
+"""Files that are looked at."""
 
 
 def part_name(rank: int) -> str:
@@ -69,10 +72,12 @@ def read_witness(store: Store, folder: str, step: int, modified: float = 0.0) ->
         return Witness([], {folder: str(error)})
     parts: list[WitnessPart] = []
     rejected: dict[str, str] = {}
-    num_pieces = 0
-    for entry in entries:
-        if num_pieces > MAX_PIECES:
-            rejected[entry.name] = f"the witness of this step has more than {MAX_PIECES} pieces"
+    if len(entries) > MAX_PARTS:
+        rejected[folder] = f"holds {len(entries)} parts, the first {MAX_PARTS} are read"
+    num_pieces, tensors = 0, dict[WitnessedTensor, WitnessedTensor]()
+    for entry in entries[:MAX_PARTS]:
+        if num_pieces > MAX_PIECES or len(tensors) > MAX_TENSORS:
+            rejected[entry.name] = f"the others have more than {MAX_PIECES} pieces, or {MAX_TENSORS} tensors"
             continue
         try:
             with store.open(entry.name) as handle:
@@ -84,7 +89,8 @@ def read_witness(store: Store, folder: str, step: int, modified: float = 0.0) ->
             rejected[entry.name] = f"it is of rank {part.rank}"
             continue
         num_pieces += len(part.pieces)
-        parts.append(part)
+        # Ranks describe the same tensors: one object for all.
+        parts.append(replace(part, tensors=tuple(tensors.setdefault(tensor, tensor) for tensor in part.tensors)))
     kept, others = usable(parts, step)
     if not parts and not rejected:
         return None

@@ -73,8 +73,8 @@ class WrongSizeError(DamagedError):
         self.content = content
 
 
-def read_safetensors(handle: Handle) -> SafetensorsFile:
-    """Read the header of a file and hold it against the file's size.
+def read_safetensors(handle: Handle, max_header: int = MAX_HEADER_BYTES) -> SafetensorsFile:
+    """Read the header of a file and hold it against the file's size. ``max_header``: bytes that are believed of it.
 
     Raises:
         WrongSizeError: the header is whole, but the data is cut short or something follows it.
@@ -86,7 +86,7 @@ def read_safetensors(handle: Handle) -> SafetensorsFile:
     if size == 0:
         raise DamagedError("the file is empty")
     try:
-        length = _header_length(handle, size)
+        length = _header_length(handle, size, max_header)
         raw = read_bytes(handle, _LENGTH.size, length)
     except ShortReadError as error:
         raise DamagedError(f"the file ends before its header does ({error})") from error
@@ -103,7 +103,7 @@ def read_safetensors(handle: Handle) -> SafetensorsFile:
     return content
 
 
-def _header_length(handle: Handle, size: int) -> int:
+def _header_length(handle: Handle, size: int, limit: int) -> int:
     head = read_bytes(handle, 0, min(size, _LENGTH.size))
     if head == _LFS_POINTER and size < 1024:
         raise DamagedError("it is a Git LFS pointer: the file itself was never downloaded")
@@ -114,8 +114,8 @@ def _header_length(handle: Handle, size: int) -> int:
         raise DamagedError(
             f"its header is said to have {length} bytes, the file has {size}: cut short, or no such file"
         )
-    if length > MAX_HEADER_BYTES:
-        raise LimitError(f"its header is said to have {length} bytes, at most {MAX_HEADER_BYTES} are read")
+    if length > limit:
+        raise LimitError(f"its header is said to have {length} bytes, at most {limit} are read")
     return int(length)
 
 

@@ -22,15 +22,25 @@ from auditor.model.catalog import Role
 from auditor.model.dtype import DTYPES
 from auditor.model.mesh import Coordinate
 from auditor.model.region import Box
-from auditor.model.witness import WITNESSED, WitnessedTensor, WitnessPart
+from auditor.model.witness import MEASURES, WITNESSED, WitnessedTensor, WitnessPart
 from auditor.storage.store import Handle, ShortReadError, read_bytes
 
 VERSION = "1"
 MAX_BYTES = 256 << 20
 """A part of two million pieces."""
-MAX_TEXT = 64 << 20
+MAX_HEADER_BYTES = 16 << 20
+MAX_TEXT = 32 << 20
 """Bytes of all names of a part, unpacked."""
 MAX_DIMS = 64
+MAX_RANKS = 10_000_000
+MAX_PIECES, MAX_TENSORS, MAX_PLACES = 2_000_000, 500_000, 1 << 16
+"""Of one rank. A rank that trains 500 billion parameters by itself holds a hundredth of that."""
+_MAX_ENTRIES = {
+    **dict.fromkeys(("tensor.name", "tensor.role", "tensor.dtype", "tensor.num_dims", "box.num_dims"), MAX_TENSORS),
+    **dict.fromkeys(("tensor.shape", "box.bounds"), 8 * MAX_TENSORS), "names": MAX_TEXT,
+}  # fmt: skip
+"""Of the columns; those of pieces have :data:`MAX_PIECES`. Zeros are honest numbers and take no room in a sparse file,
+but entries become objects here."""
 
 _ROLES = tuple(role.value for role in Role)
 _CODES = {"U64": "<u8", "I64": "<i8", "F64": "<f8", "U32": "<u4", "I32": "<i4", "F32": "<f4", "I16": "<i2", "I8": "<i1",
@@ -39,6 +49,7 @@ _WORDS = {np.dtype(code).str.lstrip("|"): word for word, code in _CODES.items()}
 _LENGTH = struct.Struct("<Q")
 _COUNTS = ("num_nan", "num_infinite", "num_zero")
 _EXTREMA = ("minimum", "maximum")
+_OF_PIECES = tuple(f"piece.{name}" for name in ("tensor", "place", "start", "stop", *MEASURES))
 
 Columns = dict[str, NDArray[Any]]
 
@@ -122,13 +133,12 @@ def read_part(handle: Handle, file: str) -> WitnessPart:
     """
     if handle.entry.num_bytes > MAX_BYTES:
         raise LimitError(f"it has {handle.entry.num_bytes} bytes, at most {MAX_BYTES} are read")
-    content = read_safetensors(handle)
+    content = read_safetensors(handle, MAX_HEADER_BYTES)
     if content.metadata.get("auditor.witness") != VERSION:
         raise DamagedError("it is no witness of a version that is known here")
-    columns = {name: _column(handle, record) for name, record in content.records.items()}
-    reader = _Reader(content, columns)
     try:
-        return reader.part(file)
+        columns = {name: _column(handle, content.records[name]) for name in (*_MAX_ENTRIES, *_OF_PIECES)}
+        return _Reader(content, columns).part(file)
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise DamagedError(f"it contradicts itself: {type(error).__name__}: {str(error)[:200]}") from error
 
@@ -137,6 +147,9 @@ def _column(handle: Handle, record: Record) -> NDArray[Any]:
     code = _CODES.get(record.dtype_name)
     if code is None or len(record.shape) != 1:
         raise DamagedError(f"{record.name[:200]!r} is no column")
+    limit = _MAX_ENTRIES.get(record.name, MAX_PIECES)
+    if record.shape[0] > limit:
+        raise LimitError(f"{record.name} has {record.shape[0]} entries, at most {limit} are read")
     try:
         return np.frombuffer(read_bytes(handle, record.begin, record.end - record.begin), code)
     except ShortReadError as error:
@@ -151,18 +164,22 @@ class _Reader:
 
     def part(self, file: str) -> WitnessPart:
         tensors, boxes = self.tensors(), self.boxes()
-        places = tuple(Coordinate.of(**_indices(place)) for place in self.json("places", list))
+        places = tuple(Coordinate.of(**_indices(place)) for place in self.json("places", list, MAX_PLACES))
         pieces = self.pieces(tensors, boxes, len(places))
         head = self.metadata
-        scalars = {str(key): float(value) for key, value in self.json("scalars", dict).items()}
+        scalars = {str(key): float(value) for key, value in self.json("scalars", dict, MAX_TENSORS).items()}
         taken = float(head["taken"])
         return WitnessPart(
-            _count(head["step"]), _count(head["rank"]), _count(head["num_ranks"]), tensors, places, boxes, pieces,
-            head["launch"][:64], _count(head["attempt"]), taken if math.isfinite(taken) else 0.0, scalars, file,
+            _count(head["step"]), _count(head["rank"]), _count(head["num_ranks"], MAX_RANKS), tensors, places, boxes,
+            pieces, head["launch"][:64], _count(head["attempt"]), taken if math.isfinite(taken) else 0.0, scalars, file,
         )  # fmt: skip
 
-    def json(self, key: str, kind: type) -> Any:
-        found = parse_json(self.metadata[key].encode())
+    def json(self, key: str, kind: type, limit: int) -> Any:
+        """A list or dictionary of at most ``limit`` entries."""
+        text = self.metadata[key]
+        if text.count(",") > limit * (MAX_DIMS if kind is list else 1):
+            raise LimitError(f"its {key} are more than {limit}")
+        found = parse_json(text.encode())
         if not isinstance(found, kind):
             raise ValueError(f"{key} is no {kind.__name__}")
         return found
@@ -181,7 +198,7 @@ class _Reader:
 
     def tensors(self) -> tuple[WitnessedTensor, ...]:
         names = self.names()
-        dtypes = [DTYPES[str(name)] for name in self.json("dtypes", list)]
+        dtypes = [DTYPES[str(name)] for name in self.json("dtypes", list, len(DTYPES))]
         index = self.integers("tensor.name", len(names))
         count = len(index)
         roles = self.integers("tensor.role", 256, count)
@@ -207,8 +224,8 @@ class _Reader:
             text = engine.decompress(packed.tobytes(), MAX_TEXT)
         except zlib.error as error:
             raise ValueError(f"its names can't be unpacked ({error})") from error
-        if not engine.eof:
-            raise LimitError("its names are longer than any honest ones, or cut short")
+        if not engine.eof or text.count(b'"') > 2 * MAX_TENSORS:
+            raise LimitError("its names are longer or more than any honest ones, or cut short")
         found = parse_json(text)
         if not isinstance(found, list) or not all(isinstance(name, str) and len(name) <= 4096 for name in found):
             raise ValueError("its names are no list of names")
@@ -256,9 +273,9 @@ class _Reader:
                 raise ValueError("a piece lies outside of its tensor")
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) > 18:
-        raise ValueError(f"{text[:40]!r} is no number")
+def _count(text: str, limit: int = 10**18) -> int:
+    if not text.isdecimal() or len(text) > 18 or int(text) > limit:
+        raise ValueError(f"{text[:40]!r} is no number, or too large")
     return int(text)
 
 

@@ -261,6 +261,10 @@ def _usual(values: Iterable[float]) -> float:
     return max(counts, key=lambda value: (counts[value], value))
 
 
+MAX_AHEAD_SECONDS = 86_400.0
+"""A step that is dated further ahead was not written by a clock that is a little wrong, and isn't young for ever."""
+
+
 def decide_commits(
     steps: Sequence[StepState],
     pointers: Sequence[PointerState],
@@ -281,7 +285,7 @@ def decide_commits(
     decided: list[StepState] = []
     later_committed = not newest_included
     for position, state in enumerate(reversed(steps)):
-        young = position == 0 and now - state.modified < settle_seconds
+        young = position == 0 and -MAX_AHEAD_SECONDS < now - state.modified < settle_seconds
         growing = young and state.ranks_counted and _has_fewer(state, steps[-2:])
         done = state.finished or later_committed or (state.whole and not growing) or state.path in pointed
         if done and not state.unfinished:

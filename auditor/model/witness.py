@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import TypeVar
 
 import numpy as np
@@ -118,9 +119,10 @@ class Witness:
             file, reason = min(self.rejected.items())
             more = f", and {len(self.rejected) - 1} more like it" if len(self.rejected) > 1 else ""
             return f"a part of the witness can't be used: {file}: {reason}{more}"
-        absent = sorted(set(range(self.num_ranks)) - self.files.keys())
-        named = ", ".join(map(str, absent[:4])) + (", …" if len(absent) > 4 else "")
-        return f"{len(absent)} of {self.num_ranks} ranks left no witness: {named}" if absent else ""
+        num_absent = self.num_ranks - len(self.files)
+        absent = islice((rank for rank in range(self.num_ranks) if rank not in self.files), 4)
+        named = ", ".join(map(str, absent)) + (", …" if num_absent > 4 else "")
+        return f"{num_absent} of {self.num_ranks} ranks left no witness: {named}" if num_absent else ""
 
     def numbers(self, catalog: Catalog) -> dict[int, int]:
         """The Catalog's number of a tensor, for each of the witness's that it has in the same shape and dtype."""

@@ -14,7 +14,7 @@ from typing import Any
 from auditor.containers.zarr_names import escape, unescape
 from auditor.patrol.survey import Survey
 from auditor.storage.store import ObjectMissingError, Store, base_name, read_bytes
-from auditor.storage.writer import Writer
+from auditor.storage.writer import WriteError, Writer
 
 MAX_BYTES = 64 << 20
 FOLDER = "patrol"
@@ -50,11 +50,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The objects below ``patrol/`` of a ledger."""
+    """The objects below ``patrol/`` of a ledger. A disk that is full of them silences no finding: the round goes on."""
 
     store: Store
     writer: Writer
     share: str = "1-of-1"
+    lost: list[str] = field(default_factory=list)
+    """What was said where something could not be written."""
 
     def known(self, path: str) -> Known | None:
         """What is remembered of a run; None where there is nothing that can be used."""
@@ -70,7 +72,7 @@ class Memory:
 
     def forget(self, path: str) -> None:
         """A run is gone."""
-        self.writer.remove(self._run(path))
+        self._remove(self._run(path))
 
     def runs(self) -> Iterator[str]:
         """Runs of which something is remembered."""
@@ -109,7 +111,7 @@ class Memory:
 
     def forget_survey(self) -> None:
         """The listing is complete."""
-        self.writer.remove(self._survey())
+        self._remove(self._survey())
 
     def _survey(self) -> str:
         return f"{FOLDER}/survey-{self.share}.json"
@@ -129,4 +131,13 @@ class Memory:
             return None
 
     def _write(self, name: str, said: Any) -> None:
-        self.writer.write(name, json.dumps(said, separators=(",", ":"), sort_keys=True).encode())
+        try:
+            self.writer.write(name, json.dumps(said, separators=(",", ":"), sort_keys=True).encode())
+        except WriteError as error:
+            self.lost.append(str(error))
+
+    def _remove(self, name: str) -> None:
+        try:
+            self.writer.remove(name)
+        except WriteError as error:
+            self.lost.append(str(error))

@@ -57,6 +57,8 @@ class Patrolled:
     turn: str = ""
     """How far reading again has come."""
     notes: list[str] = field(default_factory=list)
+    forgotten: bool = False
+    """Whether something could not be written down: it is found out, and told, again."""
     seconds: float = 0.0
 
     @property
@@ -76,7 +78,7 @@ class Patrolled:
         # One run without a finished step is no reason for alarm where others have some.
         if found - {ExitCode.NOTHING, ExitCode.HOLDS} or ExitCode.HOLDS in found:
             found -= {ExitCode.NOTHING}
-        if self.refused or any(run.status in (Status.UNREACHED, Status.REFUSED) for run in runs):
+        if self.refused or self.forgotten or any(run.status in (Status.UNREACHED, Status.REFUSED) for run in runs):
             found.add(ExitCode.INCOMPLETE)
         if not runs:
             found.add(ExitCode.NOTHING)

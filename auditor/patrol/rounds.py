@@ -75,6 +75,9 @@ def patrol(
         memory = Memory(ledger.store, ledger.writer, share)
         work = _Round(root, unlocked, memory, settings, choices, budget, progress, now)
         result = work.run(done)
+        if memory.lost:
+            result.forgotten = True
+            result.notes.append(f"not written down, so it is found out and told again: {memory.lost[0]}")
     result.seconds = time.monotonic() - begun
     return result
 
@@ -209,6 +212,7 @@ class _Round:
         known.digest, known.choices = "" if again else item.digest, digest
         outcome.exit_codes, outcome.findings = known.exit_codes, known.findings
         outcome.last_good_step, outcome.documents = known.last_good_step, documents
+        outcome.detail = next((f"ledger not written: {text}" for text in _unwritten(report)), "")
 
     def audit(self, item: Found, settings: Settings, ledger: Ledger) -> Report:
         store = store_at(below(self.root, item.path))
@@ -275,11 +279,14 @@ class _Round:
         # A ledger that knows nothing makes all be read; what is measured is kept beside what was.
         forgetful = Ledger(MemoryStore({}, self.ledger.location), self.ledger.writer)
         try:
-            self.audit(item, replace(self.settings, steps=StepChoice(str(step))), forgetful)
+            report = self.audit(item, replace(self.settings, steps=StepChoice(str(step))), forgetful)
         except NothingToAuditError:
             return  # its files are gone, and the ledger outlives them
         except StorageError as error:
             result.notes.append(f"{item.path or '.'}: step {step} was not read again: {error}")
+            return
+        if failures := _unwritten(report):
+            result.notes.append(f"{item.path or '.'}: step {step} was not held against the ledger: {failures[0]}")
             return
         result.num_steps_reread += 1
         old = {found["key"] for found in known.findings}
@@ -332,6 +339,10 @@ def _of_what_is_there(run: RunReport) -> RunReport:
     there = {step.state.step for step in run.steps if not step.state.deleted}
     found = [item for item in run.findings if not item.locations or any(at.step in there for at in item.locations)]
     return replace(run, findings=found)
+
+
+def _unwritten(report: Report) -> list[str]:
+    return [text for run in report.runs for text in run.unwritten]
 
 
 def _with_violation(codes: list[int]) -> list[int]:

@@ -5,5 +5,6 @@ from tests.hostile.file_system import FILE_SYSTEM
 from tests.hostile.layouts import LAYOUTS
 from tests.hostile.orbax import ORBAX_INPUTS
 from tests.hostile.states import STATES
+from tests.hostile.witnesses import WITNESSES
 
-CORPUS = (*CONTAINERS, *LAYOUTS, *FILE_SYSTEM, *ORBAX_INPUTS, *STATES)
+CORPUS = (*CONTAINERS, *LAYOUTS, *FILE_SYSTEM, *ORBAX_INPUTS, *STATES, *WITNESSES)

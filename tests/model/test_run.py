@@ -39,6 +39,13 @@ def test_truth_table(whole, pointed, later, newest, young):
     assert commits(states, *targets)[0] is expected
 
 
+@pytest.mark.parametrize(("ahead", "expected"), [
+    (300.0, Commit.IN_PROGRESS), (2 * 86_400.0, Commit.UNCOMMITTED),
+])  # fmt: skip
+def test_a_step_dated_ahead_by_a_clock_that_is_a_little_wrong_is_young_and_no_other_is(ahead, expected):
+    assert commits([state(1, whole=True), state(2, whole=False, age=-ahead)])[1] is expected
+
+
 def test_all_steps_before_a_committed_one_are_committed():
     states = [state(1, whole=False), state(2, whole=False), state(3, whole=True), state(4, whole=False)]
     assert commits(states) == [Commit.COMMITTED, Commit.COMMITTED, Commit.COMMITTED, Commit.UNCOMMITTED]

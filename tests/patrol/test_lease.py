@@ -51,6 +51,35 @@ def test_an_expired_lock_is_taken_over_and_its_owner_notices(place):
     new.check()
 
 
+@pytest.mark.parametrize("skew", [-1000.0, 1000.0])
+def test_a_clock_that_is_wrong_lets_in_one_after_the_other_and_never_two_at_once(place, skew):
+    """Behind, its lock is taken over and it notices; ahead, others wait for it."""
+    owner = lease(place, "owner", now=lambda: 5000.0 + skew)
+    owner.acquire()
+    if skew < 0:
+        lease(place, "other", now=lambda: 5000.0).acquire()
+        owner.renew()
+        with pytest.raises(LockedError, match="took the lock over"):
+            owner.check()
+        return
+    with pytest.raises(LockedError, match="owner holds the lock until"):
+        lease(place, "other", now=lambda: 5000.0 + skew).acquire()
+    lease(place, "other", now=lambda: 5000.0 + skew + 301).acquire()
+
+
+def test_an_owner_that_slept_while_others_took_the_lock_and_gave_it_back_holds_it_again(place):
+    """It was nobody's by then: what it remembers of runs is held against their listing in any case."""
+    sleeper = lease(place, "sleeper", now=lambda: 0.0)
+    sleeper.acquire()
+    with lease(place, "other").held():
+        pass
+    sleeper.now = lambda: 4e9
+    sleeper.renew()
+    sleeper.check()
+    with pytest.raises(LockedError, match="sleeper holds"):
+        lease(place, "third").acquire()
+
+
 def test_of_several_who_take_over_one_wins(place):
     lease(place, "dead", now=lambda: 0.0).acquire()
     results = []

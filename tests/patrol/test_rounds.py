@@ -13,6 +13,7 @@ from auditor.patrol.command import choices_of, round_of, write_files
 from auditor.patrol.outcome import Status
 from auditor.patrol.rounds import Choices
 from auditor.settings import Level, Settings
+from auditor.storage.writer import FolderWriter, WriteError
 from tests.paths import HEALTHY, RUN
 
 
@@ -97,6 +98,44 @@ def test_a_repaired_run_resolves_its_findings(bucket):
     second = patrol(bucket)
     assert {item["key"] for item in second.resolved} == {item["key"] for item in first.new}
     assert second.new == []
+
+
+def test_a_full_disk_under_the_ledger_silences_no_finding(bucket, monkeypatch):
+    """All but the lock is refused: a round tells what it found, is not clean, and the next tells it again."""
+    original = FolderWriter.draft
+
+    def full(self, name):
+        if "/locks/" not in name and name != "zarr.json":
+            raise WriteError(f"{name}: No space left on device")
+        return original(self, name)
+
+    monkeypatch.setattr(FolderWriter, "draft", full)
+    for _ in range(2):
+        result = patrol(bucket)
+        drifted = by_path(result)["team/drifted"]
+        assert "REP001" in [finding["id"] for finding in drifted.findings]
+        assert {finding["run"] for finding in result.new} == {"team/drifted"}
+        assert [int(code) for code in result.exit_codes][:2] == [1, 3]
+        assert "No space left" in drifted.detail
+        assert any("told again: patrol/runs/" in note for note in result.notes)
+    monkeypatch.setattr(FolderWriter, "draft", original)
+    assert patrol(bucket).new
+    assert patrol(bucket).num_bytes_read == 0
+
+
+def test_a_step_that_can_not_be_held_against_the_ledger_is_not_said_to_be_read_again(bucket, monkeypatch):
+    patrol(bucket)
+
+    def full(self, name):
+        if name.startswith("runs/"):
+            raise WriteError(f"{name}: No space left on device")
+        return original(self, name)
+
+    original = FolderWriter.draft
+    monkeypatch.setattr(FolderWriter, "draft", full)
+    result = patrol(bucket, reread=1.0)
+    assert result.num_steps_reread == 0
+    assert any("not held against the ledger" in note for note in result.notes)
 
 
 def test_nothing_there_is_code_4(tmp_path):
