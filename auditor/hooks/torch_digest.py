@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from auditor.hooks.recording import add_measured, measured_on_cpu, runs_of
 from auditor.model.dtype import DType, Kind
 from auditor.model.region import Box, FlatRange, Region
-from auditor.observe.digest import WORDS_PER_BLOCK, block_key, counting_pattern, word_keys
+from auditor.observe.digest import WORDS_PER_BLOCK, block_keys, counting_pattern, word_keys
 from auditor.observe.kernels import Kernels, empty_rows
 
 PART = 1 << 20
@@ -25,7 +25,6 @@ PART = 1 << 20
 temporaries of eight bytes each are alive at a time: 56 MiB."""
 COPY_BYTES = 16 << 20
 """Of what does not lie without gaps so much is copied at once."""
-_MASK = (1 << 64) - 1
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -186,13 +185,11 @@ class _Sums:
     def into(self, totals: NDArray[np.void]) -> NDArray[np.void]:
         """Put everything into one row of OBSERVED; here the device is waited for."""
         total = totals[0]
-        lanes = [0, 0]
-        for blocks, sums in self.by_block:
-            numbers, found = blocks.tolist(), sums.tolist()
-            for lane in (0, 1):
-                keys = (block_key(lane, number) for number in numbers)
-                lanes[lane] += sum(one * key for one, key in zip(found[lane], keys, strict=True))
-        total["lane0"], total["lane1"] = (np.uint64(lane & _MASK) for lane in lanes)
+        # One copy to the host for all: each of them waits for the device.
+        blocks = torch.cat([numbers for numbers, _ in self.by_block]).cpu().numpy().astype(np.uint64)
+        found = torch.cat([sums for _, sums in self.by_block], dim=1).cpu().numpy().view(np.uint64)
+        for lane, name in enumerate(("lane0", "lane1")):
+            total[name] = (found[lane] * block_keys(blocks, lane)).sum(dtype=np.uint64)
         total["num_nan"], total["num_infinite"], total["num_zero"] = torch.stack(self.counts).sum(0).tolist()
         extrema = torch.stack(self.extrema)
         turned = self.dtype.kind in (Kind.UNSIGNED, Kind.BOOL) and self.bits > 8
