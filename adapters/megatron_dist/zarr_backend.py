@@ -26,7 +26,7 @@ from auditor.adapters.step_file import Opened, StepFile
 from auditor.containers.dcp_columns import DcpMetadata, Described
 from auditor.containers.zarr_array import ZarrArray
 from auditor.containers.zarr_v2 import DOCUMENT
-from auditor.model.catalog import FileState, c_strides
+from auditor.model.catalog import FileState, Problem, ProblemKind, c_strides
 from auditor.model.mesh import EVERYWHERE
 from auditor.model.region import Box
 from auditor.storage.store import Entry, StorageError, Store
@@ -73,6 +73,8 @@ class ZarrReading:
         self._add_file(document, "json")
         if array is None or dtype is None or document.state is not FileState.PRESENT:
             return
+        if stored.contradiction:
+            self.builder.problems.append(Problem(ProblemKind.METADATA, stored.document, stored.contradiction))
         first, length = len(self.index.chunk_at), array.chunk_bytes(dtype)
         for position, chunk in sorted(stored.chunks.items()):
             wrong = f"it has {chunk.num_stored} bytes, a chunk of its array has {length}"

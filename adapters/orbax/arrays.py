@@ -21,6 +21,7 @@ from auditor.storage.store import Entry, Handle, ObjectMissingError, StorageErro
 V3_DOCUMENT = "zarr.json"
 DOCUMENTS = (zarr_v2.DOCUMENT, V3_DOCUMENT)
 MAX_DOCUMENT_BYTES = 1 << 20
+_CHUNK = re.compile(r"(?:c[./])?\d{1,15}(?:[./]\d{1,15})*", re.A)
 PROCESS = re.compile(r"ocdbt\.process_(\d{1,6})", re.A)
 
 
@@ -52,7 +53,15 @@ class StoredArray:
     chunks: Mapping[Position, Chunk] = field(default_factory=dict)
     """Of an array in shards, the shards."""
     strays: tuple[str, ...] = ()
-    """Keys below it that are no chunks of it."""
+    """Keys of chunks below it that an array of its shape does not have."""
+
+    @property
+    def contradiction(self) -> str:
+        """What is wrong with a document whose shape has no place for what is stored; empty where nothing is."""
+        if not self.strays or self.array is None:
+            return ""
+        many = f" and {len(self.strays) - 1} more" if len(self.strays) > 1 else ""
+        return f"says that {self.name} has shape {list(self.array.shape)}, but chunk {self.strays[0]}{many} is stored"
 
 
 @dataclass(slots=True)
@@ -62,8 +71,6 @@ class Arrays:
     by_name: dict[str, StoredArray] = field(default_factory=dict)
     files: dict[str, Opened[Any]] = field(default_factory=dict)
     """Files of databases, by path below the root."""
-    strays: list[str] = field(default_factory=list)
-    """Keys that belong to no array."""
     lost_in: str = ""
     """The file whose loss or damage keeps the latest database from being known."""
 
@@ -155,16 +162,14 @@ class DatabaseArrays:
             owner = _owner(key, arrays)
             array = arrays[owner].array if owner is not None else None
             position = array.shards.position(key[len(owner) + 1 :]) if array and owner is not None else None
-            if owner is None:
-                self.found.strays.append(key)
-            elif position is not None:
+            if owner is not None and position is not None:
                 chunks[owner][position] = self._chunk(path, value)
-            elif array:
-                strays.setdefault(owner, []).append(key)
+            elif owner is not None and _CHUNK.fullmatch(key[len(owner) + 1 :]):
+                strays.setdefault(owner, []).append(key[len(owner) + 1 :])
         for name, stored in arrays.items():
             self.found.by_name[name] = StoredArray(
                 name, stored.document, stored.array, stored.detail, stored.state, chunks[name],
-                tuple(strays.get(name, ())),
+                tuple(sorted(strays.get(name, ()))),
             )  # fmt: skip
 
     def _chunk(self, path: str, value: ocdbt.Value) -> Chunk:
@@ -268,5 +273,7 @@ class FileArrays:
             return True
         chunks = {at: Chunk(entry.name, 0, entry.num_bytes, None, entry) for at, entry in there.items()}
         self.found.files[path] = Opened(path, opened.state, None, opened.detail, opened.entry)
-        self.found.by_name[name] = StoredArray(name, path, array, chunks=chunks)
+        position = array.shards.position
+        strays = tuple(key for key in folder.files if _CHUNK.fullmatch(key) and position(key) is None)
+        self.found.by_name[name] = StoredArray(name, path, array, chunks=chunks, strays=strays)
         return True

@@ -233,6 +233,8 @@ class OrbaxReading:
             path = join(item, leaf.name)
             self.files.add(path, Opened(path, stored.state, None, stored.detail), "zarr")
             return None
+        if stored.contradiction:
+            self._problem(ProblemKind.METADATA, stored.document, stored.contradiction, leaf.name)
         dtype = array.dtype("")
         if dtype is None:
             path = join(item, leaf.name)

@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from auditor.model.catalog import Catalog, FileState, Role, Tensor
+from auditor.model.catalog import Catalog, FileState, Role
 from auditor.model.finding import Judgement, Location, Violation
 from auditor.model.optimizer import ParameterGroup, parameter_of
 from auditor.model.run import StepEvidence, optimizer_step
 
 _PLACE = re.compile(r"@[a-z]+=\d+(?:,[a-z]+=\d+)*$")
 _KEYS = {Role.FIRST_MOMENT: "exp_avg", Role.SECOND_MOMENT: "exp_avg_sq"}
+_ROLES = {key: role for role, key in _KEYS.items()} | {"master": Role.MASTER}
 _SHAPED = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 """What has its parameter's shape in every optimizer that keeps it under this name."""
 _FACTORS = (
@@ -51,10 +52,19 @@ class KeptState:
     @cached_property
     def parameters(self) -> Mapping[str, Sequence[int]]:
         """Plain name to the numbers of the tensors that hold it: its masters, where the format keeps those alone."""
-        roles: dict[Role, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+        return {**(self.masters if self.catalog.masters_alone else {}), **self._of_role(Role.PARAMETER)}
+
+    @cached_property
+    def masters(self) -> Mapping[str, Sequence[int]]:
+        """Plain name of a parameter to the numbers of its masters."""
+        return self._of_role(Role.MASTER)
+
+    def _of_role(self, role: Role) -> Mapping[str, Sequence[int]]:
+        found: dict[str, list[int]] = defaultdict(list)
         for number, tensor in enumerate(self.catalog.tensors):
-            roles[tensor.role][plain(tensor.name)].append(number)
-        return (roles[Role.MASTER] if self.catalog.masters_alone else {}) | roles[Role.PARAMETER]
+            if tensor.role is role:
+                found[plain(tensor.name)].append(number)
+        return found
 
     @cached_property
     def trained(self) -> Mapping[str, ParameterGroup]:
@@ -134,6 +144,11 @@ class KeptState:
         piece = catalog.pieces[int(rows[0])] if rows is not None and len(rows) else None
         file, at = (catalog.files[piece.file].name, piece.coordinate) if piece else ("", catalog.replicas[number][0])
         return Location(catalog.step, file, tensor.name, tensor.role, tensor.order, at, detail=detail)
+
+    def lacks(self, number: int, key: str, detail: str) -> Location:
+        """A tensor's place, but called by what lacks there."""
+        at, role = self.location(number, detail), _ROLES.get(key, Role.MOMENT)
+        return Location(at.step, at.file, plain(at.tensor), role, at.order, at.coordinate, detail=detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +231,6 @@ def moments_are_complete(evidence: StepEvidence) -> Judgement:
     if silence := _silence(kept):
         return silence
     needs = _needs_by_group(kept)
-    masters = {plain(tensor.name) for tensor in evidence.catalog.tensors if tensor.role is Role.MASTER}
     violations: list[Violation] = []
     undetermined: dict[str, list[str]] = {reason: list(names) for reason, names in kept.nameless.items()}
     legal: dict[str, int] = {}
@@ -229,7 +243,7 @@ def moments_are_complete(evidence: StepEvidence) -> Judgement:
             undetermined.setdefault(need.unknown, []).append(name)
         elif need.none:
             legal[need.none] = legal.get(need.none, 0) + 1
-        elif found := _first_fault(kept, name, need, have, must=not kept.state or name in masters):
+        elif found := _first_fault(kept, name, need, have, must=not kept.state or name in kept.masters):
             doubt = _doubt(kept, need) if not have else ""
             if doubt:
                 undetermined.setdefault(doubt, []).append(name)
@@ -266,32 +280,26 @@ def _first_fault(
         if not must:
             return None
         number, detail = kept.parameters[name][0], f"has no {' and no '.join(need.keys)}"
-        return Violation(name, (_of_role(kept, number, need.keys[0], detail),), f"{name} {detail}")
+        return Violation(name, (kept.lacks(number, need.keys[0], detail),), f"{name} {detail}")
     if lacking := need.lacking(have):
         number = next(iter(have.values()))[0]
         detail = f"has {', '.join(sorted(have))} but no {' and no '.join(lacking)}"
-        return Violation(name, (_of_role(kept, number, lacking[0], detail),), f"{name} {detail}")
+        return Violation(name, (kept.lacks(number, lacking[0], detail),), f"{name} {detail}")
     for key in sorted(have.keys() & _SHAPED):
         for number in have[key]:
-            if not _fits(kept, name, number):
+            if not fits(kept, name, number):
                 tensor = kept.catalog.tensors[number]
-                detail = f"{key} has shape {list(tensor.shape)}, the parameter {_shapes(kept, name)}"
+                detail = f"{key} has shape {list(tensor.shape)}, the parameter {shapes_of(kept, name)}"
                 return Violation(name, (kept.location(number, detail),), f"{name}: its {detail}")
     return None
 
 
-def _of_role(kept: KeptState, number: int, key: str, detail: str) -> Location:
-    """A tensor's place, but called by the moment that lacks there."""
-    at = kept.location(number, detail)
-    role = next((role for role, usual in _KEYS.items() if usual == key), Role.MOMENT)
-    return Location(at.step, at.file, plain(at.tensor), role, at.order, at.coordinate, detail=detail)
-
-
-def _shapes(kept: KeptState, name: str) -> str:
+def shapes_of(kept: KeptState, name: str) -> str:
+    """The shapes that a parameter has, in words."""
     return " or ".join(dict.fromkeys(str(list(kept.catalog.tensors[at].shape)) for at in kept.parameters[name]))
 
 
-def _fits(kept: KeptState, name: str, number: int) -> bool:
+def fits(kept: KeptState, name: str, number: int) -> bool:
     """Whether a moment has its parameter's shape; of a rank's own part, as many elements as the part beside it."""
     catalog, numbers = kept.catalog, kept.parameters[name]
     if any(catalog.tensors[at].shape == catalog.tensors[number].shape for at in numbers):
@@ -340,7 +348,6 @@ def trained_parameters_have_moments(evidence: StepEvidence) -> Judgement:
     if not kept.state:
         return Judgement(not_applicable={"no parameter has moments": 1})
     needs = _needs_by_group(kept)
-    masters = {plain(tensor.name) for tensor in evidence.catalog.tensors if tensor.role is Role.MASTER}
     violations: list[Violation] = []
     undetermined: dict[str, list[str]] = {}
     legal: dict[str, int] = {}
@@ -350,7 +357,7 @@ def trained_parameters_have_moments(evidence: StepEvidence) -> Judgement:
         if name not in kept.parameters:
             continue
         told = "which parameters the optimizer has is told by their moments alone" if group.from_state else ""
-        if reason := need.none or told or (name in masters and "it has an fp32 master: OPT001 judges it"):
+        if reason := need.none or told or (name in kept.masters and "it has an fp32 master: OPT001 judges it"):
             legal[reason] = legal.get(reason, 0) + 1
         elif kept.state.get(name):
             num_holds += 1
@@ -358,42 +365,6 @@ def trained_parameters_have_moments(evidence: StepEvidence) -> Judgement:
             undetermined.setdefault(doubt, []).append(name)
         else:
             detail = f"is handed to the optimizer (group {group.number}) but has no moments, others have"
-            location = _of_role(kept, kept.parameters[name][0], need.keys[0], detail)
+            location = kept.lacks(kept.parameters[name][0], need.keys[0], detail)
             violations.append(Violation(name, (location,), f"{name} {detail}"))
     return Judgement(num_holds, tuple(violations), {key: tuple(names) for key, names in undetermined.items()}, legal)
-
-
-def state_belongs_to_parameters(evidence: StepEvidence) -> Judgement:
-    """Every moment and every master is that of a parameter which is there; a master has its shape."""
-    catalog, kept = evidence.catalog, KeptState(evidence.catalog)
-    violations: list[Violation] = []
-    lost = any(file.state is not FileState.PRESENT for file in catalog.files)
-    undetermined: dict[str, list[str]] = {reason: list(names) for reason, names in kept.nameless.items()}
-    num_holds = 0
-    for number, tensor in enumerate(catalog.tensors):
-        if tensor.role is not Role.MASTER and number not in kept.owners:
-            continue
-        owner = kept.owners[number][0] if number in kept.owners else plain(tensor.name)
-        detail = _misfit(kept, owner, number, tensor)
-        # What was chosen by name is chosen with its parameter, unless it has a name of its own.
-        if (tensor.undetermined and owner not in kept.parameters) or (
-            detail and kept.partial and tensor.role is Role.MOMENT
-        ):
-            continue
-        if detail and lost:
-            undetermined.setdefault("its parameter may be in a file that could not be read", []).append(tensor.name)
-        elif detail:
-            message = f"{tensor.name} ({tensor.role.value}) {detail}"
-            violations.append(Violation(tensor.name, (kept.location(number, detail),), message))
-        num_holds += not detail
-    if not num_holds and not violations and not undetermined:
-        return Judgement(not_applicable={"no optimizer state is stored": 1})
-    return Judgement(num_holds, tuple(violations), {key: tuple(names) for key, names in undetermined.items()})
-
-
-def _misfit(kept: KeptState, owner: str, number: int, tensor: Tensor) -> str:
-    if owner not in kept.parameters:
-        return "is state of a parameter that is not there"
-    if tensor.role is not Role.MASTER or _fits(kept, owner, number):
-        return ""
-    return f"has shape {list(tensor.shape)}, the parameter {_shapes(kept, owner)}"

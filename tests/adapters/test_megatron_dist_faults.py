@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -238,6 +239,49 @@ def test_a_damaged_file_of_the_older_backend(name, content):
     objects[f"{STEP}/{name}"] = own[:-1] if content is None else content
     finding = only(objects, Level.HEADERS)
     assert (finding.id, files(finding)) == ("INT002", {f"{STEP}/{name}"})
+
+
+@pytest.mark.parametrize(
+    ("what", "lacks"), [("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"), ("fp32_param", "master")]
+)
+def test_a_tensor_of_the_optimizer_that_is_lost_whole(what, lacks):
+    """Groups don't name their parameters: what is kept for the others tells what must be there."""
+    key = f"optimizer.state.{what}.decoder.final_layernorm.weight"
+    objects = {name: held for name, held in run_of("tp2_zarr").items() if not name.startswith(f"{STEP}/{key}/")}
+    finding = only(objects, Level.HEADERS)
+    assert finding.id == "OPT001"
+    assert finding.message.endswith(f"but no {lacks}")
+    assert {location.tensor for location in finding.locations} == {"decoder.final_layernorm.weight"}
+
+
+def test_a_tensor_of_the_optimizer_that_the_index_has_lost():
+    def drop(metadata):
+        del metadata.state_dict_metadata[key]
+        metadata.storage_data = {at: held for at, held in metadata.storage_data.items() if at.fqn != key}
+
+    key = "optimizer.state.exp_avg.decoder.final_layernorm.weight"
+    found = audited(changed(run_of(), f"{STEP}/.metadata", drop), Level.HEADERS).findings
+    assert "OPT001" in {identifier for finding in found for identifier in (finding.id, *finding.consequences)}
+
+
+def test_all_that_the_optimizer_keeps_for_a_parameter_may_be_lost_unseen():
+    objects = {name: held for name, held in run_of("tp2_zarr").items()
+               if not re.search(r"optimizer\.state\.\w+\.decoder\.final_layernorm\.weight/", name)}  # fmt: skip
+    found = audited(objects, Level.HEADERS)
+    assert found.findings == []
+    assert {key for key, count in found.undetermined().items() if key[0] == "OPT001" and count == 1}
+
+
+@pytest.mark.parametrize("shape", [[0, 32, 8], [1, 16, 8], [1, 0, 8]])
+def test_a_document_that_has_no_place_for_stored_chunks(shape):
+    objects = run_of("tp2_zarr")
+    name = f"{STEP}/{ARRAY}/.zarray"
+    document = json.loads(objects[name])
+    assert document["shape"] == [1, 32, 8]
+    objects[name] = json.dumps(document | {"shape": shape}).encode()
+    finding = only(objects, Level.HEADERS)
+    assert (finding.id, files(finding)) == ("MET002", {name})
+    assert "is stored" in finding.message
 
 
 @pytest.mark.parametrize("change", [

@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.invariants.optimizer_state import KeptState, state_belongs_to_parameters
+from auditor.invariants.optimizer_owners import state_belongs_to_parameters
+from auditor.invariants.optimizer_state import KeptState
 from auditor.model.catalog import File, Role
 from auditor.model.dtype import BFLOAT16, FLOAT32
 from auditor.model.finding import Severity
