@@ -152,7 +152,12 @@ class StepAudit:
         judgements |= self.succession.judge(evidence, items, begun.repeated, begun.asking)
         # Whether a step is whole is asked of all its tensors, whatever was selected.
         whole = StepEvidence(full, observations if catalog is full else unobserved(full), named_step=named)
-        wholeness = self.judge(whole, level, [item for item in self.judged if item.family in NEEDED])
+        needed = [item for item in self.judged if item.family in NEEDED]
+        wholeness = self.judge(whole, level, needed)
+        if level < Level.VALUES or catalog is not full:
+            # Whether every chunk decodes was not asked; at such a level nothing else is known of weights either.
+            of_weights = {item.id for item in needed if item.needs is Needs.WEIGHTS}
+            wholeness = {k: replace(j, undetermined={}) if k in of_weights else j for k, j in wholeness.items()}
         changed = tuple(
             sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
         )

@@ -26,7 +26,7 @@ OWN_METADATA = re.compile(r"__(\d{1,6})\.metadata", re.A)
 SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors", re.A)
 """A rank's part as HuggingFaceStorageWriter writes it; ranks count from 1."""
 _PARTS = re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d{1,3})?", re.A)
-_CONSOLIDATED = "sharded"
+PARTS_BELOW = "sharded"
 """Where HuggingFaceStorageWriter keeps the ranks' parts when it puts them together in the folder above."""
 _STEP = re.compile(
     r"(?:.*[-_.=])?(?:checkpoint|ckpt|steps?|iter|iteration|global_step)[-_=]?(?P<named>\d{1,15})(?:\.ckpt)?|"
@@ -99,13 +99,13 @@ def parts_of(store: Store, folder: Folder) -> list[Part]:
 def is_inner(store: Store, folder: Folder) -> bool:
     """Whether a folder is a part of the step that the folder above it is."""
     above, _, name = folder.path.rpartition("/")
-    if not folder.path or not (_PARTS.fullmatch(name) or name == _CONSOLIDATED):
+    if not folder.path or not (_PARTS.fullmatch(name) or name == PARTS_BELOW):
         return False
     try:
         parent = Folder.read(store, above)
     except ObjectMissingError:
         return False
-    if name == _CONSOLIDATED:
+    if name == PARTS_BELOW:
         return any(other.endswith(".safetensors") for other in parent.files)
     return part_of(parent) is None
 

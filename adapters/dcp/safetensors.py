@@ -5,30 +5,34 @@
 There is no index. Where a part begins in its tensor is in the header, under ``__metadata__``: ``DCP_SHARDING_INFO`` is
 JSON, name to ``{"saved_offsets": […]}``. The shape of the whole tensor is recorded nowhere: it is where the last part
 ends, so that a missing last rank makes tensors smaller and nothing else.
+With ``enable_consolidation`` they lie in ``sharded/`` below the folder in which their tensors are put together: one
+step, in which every tensor is stored twice.
 Source: torch ``torch/distributed/checkpoint/hf_storage.py``, ``_hf_utils.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from auditor.adapters.adapter import Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.adapters.dcp.files import SHARD
+from auditor.adapters.dcp.files import PARTS_BELOW, SHARD
 from auditor.adapters.hugging_face.tensors import model_order
 from auditor.adapters.step_file import Opened
 from auditor.containers.damage import DamagedError
 from auditor.containers.json_document import parse_json
 from auditor.containers.safetensors_file import Record, SafetensorsFile, WrongSizeError, read_safetensors
 from auditor.model.catalog import Catalog, Problem, ProblemKind, Role
-from auditor.model.mesh import Coordinate, Mesh
+from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
+from auditor.model.optimizer import Export
 from auditor.model.region import Box, SweepTooLarge, coverage
 from auditor.storage.store import Handle, Store, join
 
 _INFERRED = "its shape is inferred from its parts, and whether other ranks held it too is not recorded"
 _UNSEEN = "the number of ranks is not recorded: that the last of them are missing would not show"
+_ONE_RANK = "whether other ranks held it too is not recorded"
 _INFO = "DCP_SHARDING_INFO"
 _MAX_FILES = 1 << 14
 
@@ -48,30 +52,63 @@ def shard_files(folder: Folder) -> dict[str, int]:
     return expected | {name: int(match[1]) - 1 for name, match in found.items()}
 
 
-class ShardReading:
-    """One folder being read."""
+@dataclass(frozen=True, slots=True)
+class Consolidated:
+    """The tensors of such parts, put together in the folder above."""
 
-    def __init__(self, store: Store, folder: Folder, options: Options) -> None:
-        self.store, self.folder, self.names_only = store, folder, options.names_only
-        self.builder = CatalogBuilder()
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of those that could be read, by name."""
+    order: Mapping[str, int]
+    lost: frozenset[str]
+    """Names of those in files that could not be read."""
+    file: str
+    """The index, or the file that takes its place, below the root."""
+    unread: bool
+    """Whether a file could not be read of which it is not known what it holds."""
+
+
+class ShardReading:
+    """One folder being read. ``whole``: the same, put together; ``builder``: of the step that both belong to."""
+
+    def __init__(
+        self, store: Store, folder: Folder, options: Options, whole: Consolidated | None = None,
+        builder: CatalogBuilder | None = None,
+    ) -> None:  # fmt: skip
+        self.store, self.folder, self.names_only, self.whole = store, folder, options.names_only, whole
+        self.builder = builder or CatalogBuilder()
         self.ranks = shard_files(folder)
         self.files: dict[str, Opened[SafetensorsFile]] = {}
 
     def catalog(self, step: int, format_name: str) -> Catalog:
         """The Catalog of the folder."""
-        for name, rank in sorted(self.ranks.items()):
+        self.add()
+        unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in self.files]
+        mesh = Mesh((("rank", 1 + max(self.ranks.values(), default=0)),), ordered=True)
+        built = self.builder.build(step, self.folder.path, format_name, mesh, {}, unclaimed)
+        return replace(built, unseen=_UNSEEN)
+
+    def add(self) -> None:
+        """Add files and tensors; beside what was put together, each as the export of a tensor there."""
+        for name in sorted(self.ranks):
             opened = self.files[name] = self._open(name)
-            self.builder.file(opened.as_file(self.folder.path, "safetensors", Coordinate.of(rank=rank)))
+            self.builder.file(opened.as_file(self.folder.path, "safetensors", self._place(name)))
         parts: dict[str, list[tuple[str, Record, Box]]] = {}
         for name, opened in self.files.items():
             for record, region in self._parts(name, opened):
                 parts.setdefault(record.name, []).append((name, record, region))
         for order, tensor in enumerate(sorted(parts, key=model_order)):
             self._add(tensor, order, parts[tensor])
-        unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in self.files]
-        mesh = Mesh((("rank", 1 + max(self.ranks.values(), default=0)),), ordered=True)
-        built = self.builder.build(step, self.folder.path, format_name, mesh, {}, unclaimed)
-        return replace(built, unseen=_UNSEEN)
+        known = all(opened.content is not None for opened in self.files.values())
+        if self.whole and known and not self.names_only:
+            names = self.whole.shapes.keys() | self.whole.lost
+            first = join(self.folder.path, min(self.files))
+            self.builder.exports += [Export("", name, first) for name in sorted(names - parts.keys())]
+            lacking = () if self.whole.unread else sorted(parts.keys() - names)
+            self.builder.exports += [Export("", name, self.whole.file) for name in lacking]
+
+    def _place(self, file: str) -> Coordinate:
+        """The rank that wrote a file; beside what was put together no mesh is told."""
+        return EVERYWHERE if self.whole else Coordinate.of(rank=self.ranks[file])
 
     def _open(self, name: str) -> Opened[SafetensorsFile]:
         if name not in self.folder.files:
@@ -106,10 +143,21 @@ class ShardReading:
                 self._problem(file, f"holds {name} as {record.dtype_name}{list(record.shape)}, not as others do", name)
         shape = tuple(max(region.stop[dim] for _, _, region in kept) for dim in range(len(first.shape)))
         assert first.dtype is not None
-        number = self.builder.tensor(name, Role.PARAMETER, first.dtype, shape, order, undetermined=_INFERRED)
+        called, doubt = name, _INFERRED
+        if self.whole:
+            called, order, known = (
+                f"{name}@{PARTS_BELOW}",
+                self.whole.order.get(name, order),
+                self.whole.shapes.get(name, ()),
+            )
+            if len(known) == len(shape) and all(a <= b for a, b in zip(shape, known, strict=True)):
+                shape, doubt = known, _ONE_RANK
+            if name in self.whole.shapes:
+                self.builder.exports.append(Export(called, name, join(self.folder.path, kept[0][0])))
+        number = self.builder.tensor(called, Role.PARAMETER, first.dtype, shape, order, undetermined=doubt)
         for file, record, region in kept:
             if region.num_elements:
-                where = Coordinate.of(rank=self.ranks[file])
+                where = self._place(file)
                 self.builder.piece(number, self._file_id(file), record.begin, region, where, key=name)
         self._add_lost(number, name, shape, [region for _, _, region in kept])
 
@@ -123,13 +171,13 @@ class ShardReading:
         except SweepTooLarge:
             return
         for gap in gaps:
-            self.builder.piece(number, self._file_id(lost), 0, gap, Coordinate.of(rank=self.ranks[lost]), key=name)
+            self.builder.piece(number, self._file_id(lost), 0, gap, self._place(lost), key=name)
 
     def _file_id(self, name: str) -> int:
         return self.builder.file_id(join(self.folder.path, name))
 
     def _problem(self, file: str, message: str, tensor: str) -> None:
-        where = Coordinate.of(rank=self.ranks[file])
+        where = self._place(file)
         path = join(self.folder.path, file)
         self.builder.problems.append(Problem(ProblemKind.METADATA, path, message, where, tensor))
 

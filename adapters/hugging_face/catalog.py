@@ -13,6 +13,8 @@ from typing import Any
 
 from auditor.adapters.adapter import Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.dcp.files import PARTS_BELOW
+from auditor.adapters.dcp.safetensors import Consolidated, ShardReading, shard_files
 from auditor.adapters.hugging_face.config import Implied, implied, recorded_dtype
 from auditor.adapters.hugging_face.files import (
     ADAPTER_KINDS,
@@ -52,7 +54,7 @@ class HuggingFaceReading:
     """One folder being read."""
 
     def __init__(self, store: Store, folder: Folder, options: Options) -> None:
-        self.store, self.folder, self.names_only = store, folder, options.names_only
+        self.store, self.folder, self.options, self.names_only = store, folder, options, options.names_only
         self.builder = CatalogBuilder()
         self.opaque: Counter[str] = Counter()
         self.claimed: set[str] = set()
@@ -76,6 +78,7 @@ class HuggingFaceReading:
         order = self._add_tensors(placed, model)
         self.builder.ties.extend(distinct([*model.ties, *(tie for one in placed for tie in ties_in(one))]))
         self.beside.add(self._listings(placed, model, order))
+        self._add_parts(placed, order)
         claimed = self.claimed | self.beside.claimed
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in claimed]
         catalog = self.builder.build(step, self.folder.path, format_name, self.beside.mesh, self.opaque, unclaimed)
@@ -152,6 +155,17 @@ class HuggingFaceReading:
         for name, reason in weights.leftovers.items():
             self.claimed.add(name)
             self.builder.problems.append(Problem(ProblemKind.LEFTOVER, join(self.folder.path, name), reason))
+
+    def _add_parts(self, sets: Sequence[Placed], order: Mapping[str, int]) -> None:
+        """What the ranks wrote before DCP's writer put their parts together: every tensor once more."""
+        if PARTS_BELOW not in self.folder.folders or not sets:
+            return
+        folder = Folder.read(self.store, self.folder.folders[PARTS_BELOW].name)
+        if shard_files(folder):
+            shapes = {name: array.shape for name, (_, array) in sets[0].found.items()}
+            lost, unread = frozenset(sets[0].lost), bool(sets[0].unread)
+            whole = Consolidated(shapes, order, lost, join(self.folder.path, sets[0].index_name), unread)
+            ShardReading(self.store, folder, self.options, whole, self.builder).add()
 
     # What should be there
 

@@ -1,6 +1,7 @@
 """Named damage to checkpoints by torch.distributed.checkpoint, and what other writers than its own examples save."""
 
 import io
+import json
 import os
 import pickle
 import struct
@@ -714,3 +715,54 @@ def test_megatrons_form_is_declined():
     objects = objects_of(PLAIN / "step-4") | {"metadata.json": b"{}"}
     verdict = ADAPTER.recognise(MemoryStore(objects), Folder.read(MemoryStore(objects), ""))
     assert isinstance(verdict, Declined)
+
+
+# What ranks wrote, beside what was put together of it
+
+
+CONSOLIDATED, SHARDED = (
+    "step-4/model-00001-of-00001.safetensors",
+    "step-4/sharded/shard-{}-model-00001-of-00001.safetensors",
+)
+
+
+@pytest.mark.parametrize("name", [CONSOLIDATED, SHARDED.format("00002")])
+def test_the_whole_tensors_are_not_their_parts(name):
+    objects = objects_of(FIXTURES / "hf_consolidated")
+    content = bytearray(objects[name])
+    content[-1] ^= 1
+    (run,) = audit(MemoryStore(objects | {name: bytes(content)}), Settings(level=Level.VALUES)).runs
+    (finding,) = run.findings
+    assert finding.id == "REF001"
+    assert len({location.tensor for location in finding.locations}) == 1
+    assert [step.state.step for step in run.steps] == [4]
+
+
+def test_the_parts_of_the_last_rank_lack():
+    """Beside the whole tensors that shows, though nothing records how many ranks there were."""
+    objects = objects_of(FIXTURES / "hf_consolidated")
+    del objects[SHARDED.format("00002")]
+    (run,) = audit(MemoryStore(objects), Settings(level=Level.HEADERS)).runs
+    assert {finding.id for finding in run.findings} == {"COV001"}
+    del objects[SHARDED.format("00001")]
+    (run,) = audit(MemoryStore(objects), Settings(level=Level.VALUES)).runs
+    assert run.findings == []
+
+
+def test_a_tensor_that_was_left_out_when_parts_were_put_together():
+    objects = objects_of(FIXTURES / "hf_consolidated")
+    objects |= {CONSOLIDATED: without(objects[CONSOLIDATED], "norm.weight")}
+    index = json.loads(objects["step-4/model.safetensors.index.json"])
+    del index["weight_map"]["norm.weight"]
+    objects["step-4/model.safetensors.index.json"] = json.dumps(index).encode()
+    (run,) = audit(MemoryStore(objects), Settings(level=Level.VALUES)).runs
+    (finding,) = [one for one in run.findings if one.id == "REF001"]
+    assert "lacks norm.weight" in finding.message
+
+
+def without(content, name):
+    """A safetensors file without one of its tensors."""
+    numpy = pytest.importorskip("safetensors.numpy")
+    held = numpy.load(content)
+    del held[name]
+    return numpy.save(held)
