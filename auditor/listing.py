@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from auditor.adapters.adapter import Folder, TreeAdapter
 from auditor.discovery import StepSource
 from auditor.settings import Level
-from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, changed_since
+from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store
 
 LARGE_RUN_BYTES = 16 << 30
 """Runs larger than this are by default read at `replicas`, and at `values` only in the newest step."""
@@ -33,24 +33,28 @@ class Listing:
                 self.listed[path] = tuple(source.folder.files.values())
         return self.listed[path]
 
-    def changed(self, source: StepSource) -> tuple[str, ...]:
-        """Files of a step, and folders directly in it, that are gone or others than when they were listed.
+    def changed(self, source: StepSource) -> Mapping[str, bool]:
+        """Files of a step, and folders directly in it, that are not what was listed, and whether they are gone.
 
         Lists it once more. Empty where storage does not say.
         """
         folder = source.folder
         known = {entry.name: entry.identity for entry in (*self.files(source), *folder.files.values())}
-        if folder.alone:
-            return tuple(e.name for e in folder.files.values() if changed_since(self.store, e.name, e))
         try:
-            now = replace(source, folder=Folder.read(self.store, folder.path))
-            found = {entry.name: entry.identity for entry in self._list(now)}
+            if folder.alone:
+                found = {name: self.store.stat(name).identity for name in known}
+            else:
+                now = replace(source, folder=Folder.read(self.store, folder.path))
+                found = {entry.name: entry.identity for entry in self._list(now)}
         except ObjectMissingError:
-            return tuple(sorted(known))
+            return dict.fromkeys(known, True)
         except StorageError:
-            return ()
-        inner = {entry.name for name, entry in folder.folders.items() if name not in now.folder.folders}
-        return tuple(sorted({name for name, identity in known.items() if found.get(name) != identity} | inner))
+            return {}
+        others = {name: name not in found for name, identity in known.items() if found.get(name) != identity}
+        if folder.alone:
+            return others
+        inner = (entry.name for name, entry in folder.folders.items() if name not in now.folder.folders)
+        return others | dict.fromkeys(inner, True)
 
     def _list(self, source: StepSource) -> Iterator[Entry]:
         """The files in a step's folder, and those one level below (a folder a rank); or as the adapter says."""

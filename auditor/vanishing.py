@@ -21,10 +21,12 @@ def withheld(full: Catalog, listing: Listing, source: StepSource, *, in_progress
     be at work: then files come, go and grow, and only a step of which nothing is left was taken away.
     """
     wrong = full.problems or full.unfinished or full.unseen or any(file.state in _DOUBTFUL for file in full.files)
-    changed = listing.changed(source) if wrong else ()
+    files = {file.name: file for file in full.files}
+    others = listing.changed(source) if wrong else {}
+    # A log that grows in the folder is no part of the checkpoint.
+    changed = [name for name, gone in others.items() if gone or name in files]
     if not changed or (in_progress and len(changed) < len(listing.files(source))):
         return full
-    files = {file.name: file for file in full.files}
     for name in changed:
         files.setdefault(name, File(name))
     doubted = {name for name, file in files.items() if file.state in _DOUBTFUL} | {*changed}

@@ -116,3 +116,18 @@ def test_a_pointer_to_a_step_that_went_or_came_meanwhile_is_not_judged():
     assert (code, run.findings) == (ExitCode.HOLDS, [])
     _, run, _ = judged(MemoryStore({**objects, "latest": b"global_step9"}))
     assert [finding.id for finding in run.findings] == ["INT003"]
+
+
+def test_a_log_that_grows_beside_damage_hides_nothing():
+    path, _, _ = RUNS["torch-dcp"]
+    objects = content_of(path) | {"step-4/train.log": b"0"}
+    objects["step-4/__1_0.distcp"] = objects["step-4/__1_0.distcp"][:-100]
+
+    class Logging(MemoryStore):
+        def open(self, name):
+            self.objects["step-4/train.log"] += b"."
+            return super().open(name)
+
+    code, run, _ = judged(Logging(objects))
+    assert code == ExitCode.VIOLATED
+    assert [finding.id for finding in run.findings] == ["INT002"]
