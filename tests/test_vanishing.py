@@ -97,7 +97,7 @@ def test_a_file_that_never_was_there_is_a_finding_though_another_step_goes():
     code, run, verdicts = judged(Departing(objects, victim, 40))
     assert code == ExitCode.CHANGED
     assert verdicts[other] == "violated"
-    assert "INT004" in [finding.id for finding in run.findings]
+    assert "INT001" in [finding.id for finding in run.findings]
 
 
 def test_a_pointer_to_a_step_that_went_or_came_meanwhile_is_not_judged():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from auditor.adapters.adapter import Folder, Options, folder_name
 from auditor.adapters.catalog_builder import CatalogBuilder
@@ -20,7 +21,7 @@ from auditor.adapters.dcp.tensors import AXIS, TensorPlacing
 from auditor.adapters.hugging_face.files import open_json
 from auditor.adapters.step_file import Opened, StepFile
 from auditor.containers.ahead import several
-from auditor.model.catalog import Catalog, Problem, ProblemKind, Scalar
+from auditor.model.catalog import Catalog, FileState, Problem, ProblemKind, Scalar
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
 from auditor.storage.store import Store, base_name, join
 
@@ -62,7 +63,20 @@ class DcpReading:
         listed = dict.fromkeys(join(folder.path, name) for folder in folders for name in folder.files)
         unclaimed = [path for path in listed if path not in self.claimed]
         mesh = Mesh(((AXIS, num_ranks),), ordered=True)
-        return self.builder.build(step, self.folder.path, format_name, mesh, self.opaque, unclaimed)
+        built = self.builder.build(step, self.folder.path, format_name, mesh, self.opaque, unclaimed)
+        return replace(built, finished=self._is_finished(built))
+
+    def _is_finished(self, built: Catalog) -> bool:
+        """Whether every mark is there that a writer leaves last: what lacks then was there once."""
+        marks = {source.path for source in self.sources if source.part.coordinated}
+        marks |= {join(part.folder.path, LIGHTNING) for part in self.parts}
+        rewritten = any(TEMPORARY in part.folder.files for part in self.parts)
+        coordinated = all(part.coordinated for part in self.parts)
+        return (
+            coordinated
+            and not rewritten
+            and all(file.state is FileState.PRESENT for file in built.files if file.name in marks)
+        )
 
     def _ranks(self) -> Iterable[int]:
         """The ranks that took part: every one leaves a file, if only of 0 bytes."""

@@ -69,7 +69,8 @@ class MegatronDistReading(DcpReading):
                 self._problem(ProblemKind.METADATA, where.path, flaw.message)
         self.opaque.update(record_scales(self.builder, self.store, source))
         record_common(self.builder, self.store, join(self.files.path, COMMON), self.recorded, source)
-        return self._built(step, format_name)
+        # Rank 0 writes that file last: what lacks beside it was there once.
+        return replace(self._built(step, format_name), finished=config.content is not None)
 
     def _from_index(self) -> Source:
         """What torch's index says, with all data files opened."""

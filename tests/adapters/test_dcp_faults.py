@@ -74,13 +74,14 @@ def saved(tmp_path, state, name="step-7", **options):
 @pytest.mark.parametrize("name", [*DATA, ".metadata"])
 @pytest.mark.parametrize("level", [Level.NAMES, Level.HEADERS, Level.FULL])
 def test_a_missing_file(name, level):
-    for step, identifier in ((2, "INT001"), (4, "INT004")):
+    """Without the index, which is written last, the newest step was not finished; data beside it were there."""
+    for step, identifier in ((2, "INT001"), (4, "INT004" if name == ".metadata" else "INT001")):
         objects = objects_of(PLAIN)
         del objects[f"step-{step}/{name}"]
         finding = only(objects, level)
         assert finding.id == identifier
         assert files(finding) == {f"step-{step}/{name}"}
-        assert step == 4 or name == ".metadata" or " items in it" in finding.message
+        assert name == ".metadata" or " items in it" in finding.message
 
 
 @pytest.mark.parametrize("name", DATA)
