@@ -110,7 +110,7 @@ def _search(
         nearest.consider(folder.path, verdict)
     run = RunSource(folder.path, [], vanished=vanished)
     others: list[Folder] = []
-    identities: set[str] = set()
+    identities = {*above}
     held = (OURS, *(verdict[1].holds if isinstance(verdict, tuple) else ()))
     entries = [entry for name, entry in folder.folders.items() if name not in held]
     if seen[0] + len(entries) > MAX_FOLDERS:

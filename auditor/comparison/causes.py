@@ -21,8 +21,8 @@ SAME_FACTOR = 0.02
 """A multiple that leaves less than this over is one; two factors this close are the same."""
 CONTRAST = 10.0
 """Parts that differ must do so by so many times more than those that don't."""
-FILLED = 0.25
-"""Of what one rank holds, so much must differ: a rank that computes otherwise does so in more than a few elements."""
+FILLED = 0.5
+"""Of what a rank holds, so much must differ: one that computes otherwise does so in more than a few elements."""
 MOST = 0.8
 """Where more of the gradients differ, the fault lies where all of them come from."""
 GUESSED = (2, 4, 8)
@@ -116,6 +116,9 @@ def _part(profile: Profile, extent: int, degree: int, limit: float) -> tuple[str
     sizes = np.sqrt(apart / square)
     good = (sizes <= limit) & (sizes * CONTRAST < sizes.max())
     if not good.any() or good.all() or sizes[~good].min() < CONTRAST * sizes[good].max():
+        return None
+    lines = profile.apart > limit**2 * profile.square
+    if lines.reshape(degree, -1)[~good].mean() < FILLED:
         return None
     factors = (product / square)[~good]
     alike = np.ptp(factors) < SAME_FACTOR * abs(factors.mean())

@@ -52,6 +52,7 @@ def compare(
             sides[0].location, sides[1].location, exact=choices.exact, resumed=choices.resume, maps=views.notes,
             reruns=tuple(rerun.location for rerun in reruns),
             unrecognised={**sides[0].unrecognised, **sides[1].unrecognised},
+            from_ledgers=all(side.is_ledger for side in sides),
             steps_alone=_alone(sides[0], sides[1], settings) if len(steps) > 1 else ((), ()),
         )  # fmt: skip
         calibrated = Reruns(reruns, views.seeing_reference, choices.chosen)

@@ -170,6 +170,8 @@ class Comparison:
     unrecognised: Mapping[str, str] = field(default_factory=dict)
     steps_alone: tuple[Sequence[int], Sequence[int]] = ((), ())
     """Steps of one side that the other does not have."""
+    from_ledgers: bool = False
+    """Whether both sides are: no weights are read."""
     seconds: float = 0.0
 
     @property

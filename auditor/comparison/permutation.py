@@ -89,6 +89,9 @@ def described(order: NDArray[np.int64]) -> str:
     if (shift == shift[0]).all():
         return f"rolled by {int(min(shift[0], count - shift[0]))}"
     blocks = order[::block] // block
+    ranks = _rejoined(order)
+    if ranks:
+        return f"gate and up of {ranks[0]} ranks, joined as they lie and cut for {ranks[1]}"
     grid = _grid(blocks)
     if grid:
         return f"interleaved: {grid} × {len(blocks) // grid} blocks of {block} read the other way round"
@@ -106,6 +109,18 @@ def _block(order: NDArray[np.int64]) -> int:
     while size > 1 and (order[::size] % size).any():
         size = max(part for part in range(1, size) if size % part == 0)
     return size
+
+
+def _rejoined(order: NDArray[np.int64]) -> tuple[int, int] | None:
+    """From how many ranks for how many two halves were joined rank by rank, where each keeps its part of both."""
+    count = len(order)
+    degrees = [2**power for power in range(1, 9) if count % 2 ** (power + 1) == 0]
+    for before in degrees:
+        joined = np.arange(count).reshape(2, before, -1).swapaxes(0, 1).reshape(-1)
+        for after in degrees:
+            if (joined.reshape(after, 2, -1).swapaxes(0, 1).reshape(-1) == order).all() and before != after:
+                return before, after
+    return None
 
 
 def _grid(blocks: Sequence[int] | NDArray[np.int64]) -> int:

@@ -47,7 +47,7 @@ def compare_lines(found: Comparison, settings: Settings, *, verbose: bool = Fals
 
 def _read(found: Comparison) -> str:
     total = sum(step.num_bytes_read for step in found.steps)
-    ledgers = "" if total else " (digests from ledgers)"
+    ledgers = " (digests from ledgers)" if found.from_ledgers else ""
     return f"read {size(total)} of weights{ledgers} · {found.seconds:.1f} s"
 
 

@@ -1,10 +1,10 @@
 """Trains a tiny GPT in healthy and faulty ways and compares them: `python -m benchmarks.reference.measure`.
 
 Prints the tables of README.md: planted bugs by (found, step, tensor, margin), healthy pairs by their largest margin,
-calibrated against derived thresholds, and what an exact comparison of two ledgers reads and takes. `--fsdp2` adds a
-real FSDP2 run of two gloo processes; `--jax PYTHON` a run in JAX on eight host devices (an interpreter with jax, optax
-and orbax-checkpoint). All other layouts are computed in one process, each rank's part by itself, see
-tests/comparison/gpt.py.
+calibrated against derived thresholds, and what an exact comparison of two ledgers reads and takes. `--fsdp2` adds
+real FSDP2 runs of two gloo processes, `--jax PYTHON` runs in JAX on eight host devices (an interpreter with jax, optax
+and orbax-checkpoint), healthy and with bugs. All other layouts are computed in one process, each rank's part by
+itself, see tests/comparison/gpt.py.
 """
 
 import argparse
@@ -20,11 +20,14 @@ from pathlib import Path
 import auditor
 from auditor.comparison.outcome import DIFFERENT, PROVED, Standing
 from auditor.model.catalog import Role
-from tests.comparison.gpt import FAULTS, Training, faulty, trusted
+from benchmarks.reference import fsdp2 as fsdp2_runs
+from benchmarks.reference import jax_run
+from tests.comparison.gpt import CLIP, FAULTS, RATE, Training, faulty, trusted
 
 DTYPES = ("float32", "bfloat16")
 LAYOUTS = ({"tp": 2}, {"tp": 4}, {"dp": 2}, {"dp": 4}, {"micro": 4}, {"tp": 2, "dp": 2})
 HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
 
 
 def compared(reference, candidate, **choices):
@@ -67,29 +70,12 @@ def healthy(folder, seeds):
 
 
 def planted(folder):
-    print(
-        "| bug | dtype | found | step | worst tensor | margin | tensors | offered |\n|---|---|---|---|---|---|---|---|"
-    )
+    header("bug", "dtype", "found", "step", "worst tensor", "margin", "tensors", "offered")
     for fault in FAULTS:
         for dtype in DTYPES:
             name = fault.replace(" ", "-")
             reference = trusted(fault, dtype=dtype).run(folder / f"trusted-{name}-{dtype}")
-            candidate = faulty(fault, dtype=dtype).run(folder / f"faulty-{name}-{dtype}")
-            found = compared(reference, candidate, compute=dtype)
-            step = found.first_beyond
-            word = "yes"
-            rows = step.of(*DIFFERENT) if step else []
-            if step is None:
-                step = found.steps[-1]
-                rows, word = step.of(Standing.SUSPICIOUS), "as suspicious"
-            worst = max(rows, key=margin)
-            offered = "; ".join(cause.text for cause in step.causes)[:160]
-            count = len({one.pair.name for one in rows})
-            size = "" if math.isnan(worst.margin) else f"{worst.margin:,.3g}"
-            print(
-                f"| {fault} | {dtype} | {word} | {step.step} | {worst.pair.name} | {size} | {count} | {offered} |",
-                flush=True,
-            )
+            planted_row(fault, dtype, reference, faulty(fault, dtype=dtype).run(folder / f"faulty-{name}-{dtype}"))
 
 
 def calibrated(folder, counts=(1, 2, 4)):
@@ -131,25 +117,76 @@ def ledgers(folder, runs):
         row(f"{word} of {len(found.steps)} steps", f"{read:,}", f"{kept:,}", f"{seconds:.2f}")
 
 
-def real(folder, command, name):
-    """A run by real ranks, of the same weights and batches, held against one device."""
-    reference, candidate = folder / "one-float32-0", folder / name
-    done = subprocess.run([*command, str(candidate)], capture_output=True, text=True, cwd=HERE.parent.parent)
-    if done.returncode:
-        print(f"{name}: not run: {done.stderr.strip().splitlines()[-1:]}")
-        return
-    found = compared(reference, candidate, steps="1", learning_rate=1e-3)
-    step = found.steps[-1]
-    worst = max(step.rows, key=margin)
-    print(
-        f"| {name} | {step.formats[1]} | {dict(step.counts())} | {margin(worst):.2f} | {worst.pair.name} |", flush=True
-    )
+def planted_row(name, dtype, reference, candidate):
+    """One line of the table of planted bugs."""
+    found = compared(reference, candidate, compute=dtype, learning_rate=RATE)
+    step, word = found.first_beyond, "yes"
+    rows = step.of(*DIFFERENT) if step else []
+    if step is None:
+        step = found.steps[-1]
+        rows, word = step.of(Standing.SUSPICIOUS), "as suspicious"
+    if not rows:
+        return row(name, dtype, "no", "", "", "", "", "")
+    worst = max(rows, key=margin)
+    offered = "; ".join(cause.text for cause in step.causes)
+    size = "" if math.isnan(worst.margin) else f"{worst.margin:,.3g}"
+    return row(name, dtype, word, step.step, worst.pair.name, size, len({one.pair.name for one in rows}), offered[:110])
+
+
+def real(folder, name, faults, runs, train):
+    """Runs by real ranks, of the same weights and batches, held against one device; ``train``: trains all of them."""
+    healthy = {f"{name}-{layout}-{seed}-{dtype}": (layout, seed, dtype) for layout, seed, dtype in runs}
+    dtypes = dict.fromkeys(dtype for _, _, dtype in runs)
+    planted = {f"{name}-{at}-{dtype}": (fault, dtype) for dtype in dtypes for at, fault in enumerate(faults)}
+    train({**healthy, **{key: (faults[fault][0], 0, dtype, fault) for key, (fault, dtype) in planted.items()}})
+    header(f"healthy {name}", "dtype", "seed", "standings of step 1", "largest margin", "of")
+    for key, (layout, seed, dtype) in healthy.items():
+        found = compared(trained(folder, seed=seed, dtype=dtype), folder / key, compute=dtype, learning_rate=RATE)
+        step = found.steps[-1]
+        worst = max((one for one in step.rows if not (one.threshold and one.threshold.vague)), key=margin)
+        counts = ", ".join(f"{count} {standing.value}" for standing, count in step.counts().items())
+        row(layout, dtype, seed, counts, f"{margin(worst):.2f}", f"{worst.pair.name} ({worst.pair.role.value})")
+    header(f"bug in {name}", "dtype", "found", "step", "worst tensor", "margin", "tensors", "offered")
+    for key, (fault, dtype) in planted.items():
+        clip = CLIP if fault.startswith("clipped") else math.inf
+        planted_row(fault, dtype, trained(folder, dtype=dtype, clip=clip), folder / key)
+
+
+def trained(folder, **changes):
+    """The reference: one device."""
+    training = Training(**changes)
+    at = folder / f"one-{training.dtype}-{training.seed}-{training.clip}"
+    return at if at.exists() else training.run(at)
+
+
+def fsdp2(folder, seeds):
+    def train(runs):
+        named = [f"{name}:{seed}:{dtype}:{''.join(fault)}" for name, (_, seed, dtype, *fault) in runs.items()]
+        subprocess.run([sys.executable, "-m", "benchmarks.reference.fsdp2", str(folder), *named], check=True, cwd=ROOT)
+
+    runs = [("dp 2", seed, dtype) for dtype in DTYPES for seed in range(seeds)]
+    real(folder, "FSDP2", {fault: ("dp 2", what) for fault, what in fsdp2_runs.FAULTS.items()}, runs, train)
+
+
+def jax(folder, seeds, python):
+    batches = folder / "batches.npz"
+    jax_run.write(batches, range(seeds))
+
+    def train(runs):
+        named = [f"{name}:{seed}:{layout}:{''.join(fault)}" for name, (layout, seed, _, *fault) in runs.items()]
+        environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+        script = str(HERE / "jax_run.py")
+        subprocess.run([python, script, "--read", str(batches), str(folder), *named], check=True, env=environment)
+
+    runs = [(layout, seed, "float32") for layout in ("gspmd", "shard_map") for seed in range(seeds)]
+    real(folder, "JAX", jax_run.FAULTS, runs, train)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--parts", default="healthy,planted,calibrated,ledgers")
+    parser.add_argument("--real-seeds", type=int, default=3)
     parser.add_argument("--fsdp2", action="store_true")
     parser.add_argument("--jax", default="")
     wanted = parser.parse_args()
@@ -173,16 +210,10 @@ def main():
                 "two": Training(steps=8, tp=2).run(folder / "long-tp2"),
             }
             ledgers(folder, runs)
-        if wanted.fsdp2 or wanted.jax:
-            header("run", "format", "standings", "largest margin", "of")
         if wanted.fsdp2:
-            real(folder, [sys.executable, "-m", "benchmarks.reference.fsdp2"], "fsdp2")
+            fsdp2(folder, wanted.real_seeds)
         if wanted.jax:
-            batch = folder / "batch.npz"
-            subprocess.run([sys.executable, "-m", "benchmarks.reference.jax_run", "--write", str(batch)], check=True)
-            script = str(HERE / "jax_run.py")
-            os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-            real(folder, [wanted.jax, script, "--read", str(batch)], "jax")
+            jax(folder, wanted.real_seeds, wanted.jax)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """All hostile inputs. Every one of them is handed to the command line by ``test_corpus.py`` and ``measure.py``."""
 
+from tests.hostile.comparisons import COMPARISONS
 from tests.hostile.containers import CONTAINERS
 from tests.hostile.file_system import FILE_SYSTEM
 from tests.hostile.layouts import LAYOUTS
@@ -7,4 +8,4 @@ from tests.hostile.orbax import ORBAX_INPUTS
 from tests.hostile.states import STATES
 from tests.hostile.witnesses import WITNESSES
 
-CORPUS = (*CONTAINERS, *LAYOUTS, *FILE_SYSTEM, *ORBAX_INPUTS, *STATES, *WITNESSES)
+CORPUS = (*COMPARISONS, *CONTAINERS, *LAYOUTS, *FILE_SYSTEM, *ORBAX_INPUTS, *STATES, *WITNESSES)

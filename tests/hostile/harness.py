@@ -54,7 +54,10 @@ class Harness:
             path.write_bytes(b"")
             path.chmod(0o666)
         request = {name: str(path) for name, path in answer.items()} | {
-            "arguments": [os.fsencode(text).hex() for text in (item.command, str(place), *item.options, *options)],
+            "arguments": [
+                os.fsencode(text).hex()
+                for text in (item.command, *(str(place / path) for path in item.paths), *item.options, *options)
+            ],
             "unprivileged": item.unprivileged,
             "interfere": item.interfere,
         }

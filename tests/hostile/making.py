@@ -39,6 +39,8 @@ class Input:
     file: str = ""
     """The file that must be named; empty where it is not one file's fault."""
     command: str = "check"
+    paths: tuple[str, ...] = ("",)
+    """What the command is given, below the folder."""
     options: tuple[str, ...] = ()
     unprivileged: bool = False
     """Read by a user to whom file modes apply."""
