@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +13,7 @@ import numpy as np
 from auditor.comparison.lockstep import Distance, Profile
 from auditor.comparison.matching import Pair, module_of
 from auditor.comparison.outcome import Compared, Standing
+from auditor.comparison.precision import COARSENED
 from auditor.comparison.rounding import Threshold
 from auditor.invariants.related import layer
 from auditor.model.catalog import Role, Tensor
@@ -28,6 +31,8 @@ MOST = 0.8
 GUESSED = (2, 4, 8)
 """Degrees that are tried where no mesh is recorded."""
 OWN = "the numbers themselves"
+_EXPERT = re.compile(r"^holds the reference's \S*experts\.[0-9]+\.\S*$")
+_ALL_IN = "all of it is in what "
 _GRADIENT = "NVIDIA/Megatron-LM#673; NVIDIA/Megatron-LM#906"
 _NORMS = "NVIDIA/Megatron-LM#1446; NVIDIA/Megatron-LM#599"
 _TIED = "NVIDIA/Megatron-LM#656"
@@ -94,10 +99,13 @@ def _parts(
     for dim, profile in enumerate(found.profiles):
         for axis, degree in setting.degrees(dim, tensors):
             text = _part(profile, tensors[0].shape[dim], degree, limit)
+            if text and not axis and pair.role in (Role.PARAMETER, Role.MASTER) and "," in text[0]:
+                # Where no layout says how a weight is cut, several parts at once are more likely chance.
+                continue
             if text and found.num_differ * degree >= FILLED * found.num_elements:
                 where = f"{axis} rank {text[0]} of {degree}" if axis else f"part {text[0]} of {degree} equal parts"
                 yield LikelyCause(
-                    f"along dim {dim} all of it is in what {where} holds{text[1]}: one rank computed, clipped, or was "
+                    f"along dim {dim} {_ALL_IN}{where} holds{text[1]}: one rank computed, clipped, or was "
                     "written, otherwise than the rest", _CLIPPED,
                 )  # fmt: skip
                 return
@@ -133,6 +141,10 @@ def shared_causes(rows: Sequence[Compared], *, scaled: bool) -> tuple[LikelyCaus
     weights = [row for row in bad if row.pair.role in (Role.PARAMETER, Role.MASTER)]
     moments = [row for row in rows if row.pair.role is Role.FIRST_MOMENT and row.amount is not None]
     found: list[LikelyCause] = []
+    stale = [row for row in rows if row.detail.startswith("holds the reference's") and " of step " in row.detail]
+    if stale:
+        found.append(LikelyCause("weights of a save before: an update, or its gather, was not waited for", _OVERLAP))
+    found += _experts(rows)
     if not gradients and moments and weights:
         found.append(
             LikelyCause(
@@ -143,18 +155,25 @@ def shared_causes(rows: Sequence[Compared], *, scaled: bool) -> tuple[LikelyCaus
         )
     if gradients and not scaled:
         found += _places(gradients, moments)
-    stale = [row for row in rows if row.detail.startswith("holds the reference's") and " of step " in row.detail]
-    if stale:
-        found.append(LikelyCause("weights of a save before: an update, or its gather, was not waited for", _OVERLAP))
     return tuple(found)
 
 
 def _places(gradients: Sequence[Compared], moments: Sequence[Compared]) -> Iterator[LikelyCause]:
     names = [row.pair.name for row in gradients]
+    held = Counter(where for row in gradients if (where := _held_by(row)))
+    if held and held.most_common(1)[0][1] > len(gradients) / 2:
+        ((where, count),) = held.most_common(1)
+        yield LikelyCause(
+            f"{count} of {len(names)} gradients that differ do so in what {where} holds alone: that rank computed, "
+            "clipped or scaled otherwise than the rest", _CLIPPED,
+        )  # fmt: skip
+        return
     if all(_is_norm(name) for name in names):
-        yield LikelyCause("gradients of norms alone: not summed over tensor-parallel ranks (sequence parallel)", _NORMS)
+        yield LikelyCause("gradients of norms alone: not summed over ranks (as sequence parallelism asks)", _NORMS)
     elif all("embed" in name or "wte" in name or "lm_head" in name for name in names):
         yield LikelyCause("the embedding's gradient alone: that of the tied head is not added", _TIED)
+    elif sum(COARSENED in row.detail for row in gradients) > len(gradients) / 2:
+        yield LikelyCause("gradients were summed, or kept, in bfloat16 where the reference's were not", _GRADIENT)
     elif len(names) > MOST * len(moments):
         modules = dict.fromkeys(module_of(row.pair.name) for row in sorted(gradients, key=_margin, reverse=True))
         yield LikelyCause(
@@ -168,6 +187,29 @@ def _places(gradients: Sequence[Compared], moments: Sequence[Compared]) -> Itera
             f"gradients flow from the loss to the embedding: of those that differ ({len(names)} in {others} layers), "
             f"{nearest.pair.name} is nearest to the loss", OWN,
         )  # fmt: skip
+
+
+def _experts(rows: Sequence[Compared]) -> Iterator[LikelyCause]:
+    """Experts of one layer that hold each other's weights."""
+    moved = [row for row in rows if "experts." in row.pair.name and _EXPERT.search(row.detail)]
+    if not moved:
+        return
+    layers = {layer(row.pair.name) for row in moved}
+    routers = [
+        row for row in rows if row.standing is Standing.REORDERED and layer(row.pair.name) in layers
+        and row.pair.name.endswith(("router.weight", "gate.weight"))
+    ]  # fmt: skip
+    rest = (
+        "and rows of the router with them: where both are in the same order the model is the same" if routers
+        else "and the router's rows are not: tokens go to other experts than they were meant for"
+    )  # fmt: skip
+    yield LikelyCause(f"experts are in another order, {rest}", OWN)
+
+
+def _held_by(row: Compared) -> str:
+    """Which rank's, or part's, the whole difference of a tensor is; empty where it is nobody's alone."""
+    texts = [cause.text.partition(_ALL_IN)[2].partition(" holds")[0] for cause in row.causes]
+    return next((text for text in texts if text), "")
 
 
 def _margin(row: Compared) -> float:

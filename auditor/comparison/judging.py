@@ -15,7 +15,7 @@ from auditor.comparison.one_set import MOMENTS, UNRELATED, WEIGHTS, OneSet, stan
 from auditor.comparison.outcome import DIFFERENT, Amount, Compared, Standing
 from auditor.comparison.permutation import explain_order
 from auditor.comparison.power import power_of
-from auditor.comparison.precision import share_coarse
+from auditor.comparison.precision import COARSENED, share_coarse
 from auditor.comparison.replaying import Left, left_over
 from auditor.comparison.rounding import Model, Motion, Threshold, of_moment, of_weight, uncertainty
 from auditor.comparison.softness import motion_of
@@ -230,10 +230,11 @@ class Bench:
         return replace(row, standing=Standing.ROUNDING, amount=amount, threshold=left.threshold, detail=detail)
 
     def coarse(self, row: Compared) -> Compared:
-        """A first moment within rounding: suspicious where the candidate's gradient alone was kept in bfloat16."""
+        """A first moment of which the candidate's gradient alone was kept in bfloat16: within rounding, suspicious."""
         model, source = self.model, (self.reference.source, self.candidate.source)
         pair = row.pair
-        if row.standing is not Standing.ROUNDING or pair.role is not Role.FIRST_MOMENT or model.num_steps != 1:
+        measured = row.standing in (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.BEYOND)
+        if not measured or row.amount is None or pair.role is not Role.FIRST_MOMENT or model.num_steps != 1:
             return row
         if not source[0] or not source[1] or model.betas is None or pair.reference is None or pair.candidate is None:
             return row
@@ -244,8 +245,9 @@ class Bench:
                 return row
         except SourceLostError as error:
             return replace(row, detail=_joined(row.detail, str(error)))
-        detail = "its gradient is made of bfloat16 numbers, the reference's is not: it was summed, or kept, in bfloat16"
-        return replace(row, standing=Standing.SUSPICIOUS, detail=_joined(row.detail, detail))
+        detail = f"{COARSENED}, the reference's is not: it was summed, or kept, in bfloat16"
+        standing = Standing.SUSPICIOUS if row.standing is Standing.ROUNDING else row.standing
+        return replace(row, standing=standing, detail=_joined(row.detail, detail))
 
     def powered(self, row: Compared, measured: Distance | None, same: OneSet | None) -> Compared:
         """With what would have been found, on the same numbers.

@@ -161,6 +161,7 @@ def _megatron(source: Source, target: Source) -> list[NameRule]:
     rules = [NameRule(name, (to,)) for name, to in _LLAMA]
     gated = tuple(f"model.layers.{{n}}.mlp.{part}_proj.weight" for part in ("gate", "up"))
     rules.append(NameRule("decoder.layers.{n}.mlp.linear_fc1.weight", gated))
+    rules += _experts(theirs)
     q, k, v = (theirs.get(f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv")
     if q and k and v:
         sizes = q.shape[0], k.shape[0], v.shape[0]
@@ -174,6 +175,40 @@ def _megatron(source: Source, target: Source) -> list[NameRule]:
 
         rules += probed(source, target, fused, _divisors(sizes))
     return rules
+
+
+def _experts(theirs: dict[str, Tensor]) -> list[NameRule]:
+    """Megatron's experts and router as Mixtral's, else as Qwen's and DeepSeek's: one by one, or stacked and fused."""
+    mixtral = any(".block_sparse_moe." in name for name in theirs)
+    parts = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    own, inner = "decoder.layers.{n}.mlp.", "model.layers.{n}." + ("block_sparse_moe." if mixtral else "mlp.")
+    shared = "shared_experts" if any(".mlp.shared_experts." in name for name in theirs) else "shared_expert"
+    rules = [
+        NameRule(f"{own}router.weight", (f"{inner}gate.weight",)),
+        NameRule(f"{own}router.expert_bias", (f"{inner}gate.e_score_correction_bias",)),
+        NameRule(f"{own}shared_experts.gate_weight", (f"{inner}shared_expert_gate.weight",)),
+    ]
+    found = next((name for name in theirs if name.endswith(".mlp.experts.gate_up_proj")), "")
+    for source, target in (("experts.local_experts.{e}", "experts.{e}"), ("shared_experts", shared)):
+        if found and "{e}" in source:
+            rules += _stacked(theirs, found.removesuffix("gate_up_proj"))
+            continue
+        *gated, down = (f"{inner}{target}.{part}.weight" for part in parts)
+        rules.append(NameRule(f"{own}{source}.linear_fc1.weight", tuple(gated)))
+        rules.append(NameRule(f"{own}{source}.linear_fc2.weight", (down,)))
+    return rules
+
+
+def _stacked(theirs: dict[str, Tensor], one: str) -> Iterator[NameRule]:
+    """Experts that lie in one tensor a layer, as [out, in] or transposed."""
+    both, down = (theirs.get(f"{one}{part}") for part in ("gate_up_proj", "down_proj"))
+    if both is None or down is None or len(both.shape) != 3 or len(down.shape) != 3:
+        return
+    # Of [2 × inner, hidden] and [hidden, inner]; where the first is [hidden, 2 × inner] both lie the other way.
+    turned = () if both.shape[2] == 2 * down.shape[1] else None
+    for part, name in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
+        source = "decoder.layers.{layer}.mlp.experts.local_experts.{n}." + f"{part}.weight"
+        yield NameRule(source, ("model.layers.{layer}.mlp.experts." + name,), transpose=turned, stack=0)
 
 
 def _gpt2(source: Source, target: Source) -> list[NameRule]:

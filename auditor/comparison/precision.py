@@ -8,6 +8,8 @@ from auditor.comparison.lockstep import Stored, boxes
 
 NEAR = 8
 """Distances of float32 numbers within which one counts as a number of bfloat16: roundings of the moment itself."""
+COARSENED = "its gradient is made of bfloat16 numbers"
+"""What is said of a first moment where it is so."""
 FEWEST = 32
 """Elements that aren't zero, to tell by."""
 

@@ -84,7 +84,7 @@ def calibrated(folder, counts=(1, 2, 4)):
         reference, candidate = folder / f"one-{dtype}-0", folder / f"tp2-{dtype}-0"
         before = thresholds(compared(reference, candidate, compute=dtype))
         reruns = [
-            Training(dtype=dtype, perturbed=seed).run(folder / f"perturbed-{dtype}-{seed}")
+            Training(dtype=dtype, perturbed=seed, micro=2).run(folder / f"perturbed-{dtype}-{seed}")
             for seed in range(1, max(counts) + 1)
         ]
         for count in counts:
@@ -128,7 +128,7 @@ def planted_row(name, dtype, reference, candidate):
     if not rows:
         return row(name, dtype, "no", "", "", "", "", "")
     worst = max(rows, key=margin)
-    offered = "; ".join(cause.text for cause in step.causes)
+    offered = "; ".join(cause.text for cause in step.causes) or worst.detail
     size = "" if math.isnan(worst.margin) else f"{worst.margin:,.3g}"
     return row(name, dtype, word, step.step, worst.pair.name, size, len({one.pair.name for one in rows}), offered[:110])
 

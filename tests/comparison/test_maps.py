@@ -15,6 +15,7 @@ from auditor.storage.local import LocalStore
 from auditor.view.assemble import read_box
 from tests import command
 from tests.comparison.test_exact import code, compared
+from tests.comparison.tree import write_step
 from tests.faults import rewrite
 from tests.paths import ROOT
 
@@ -93,6 +94,83 @@ def test_megatron_as_llama_is_proved_equal_and_one_exchanged_layer_is_named(tmp_
         "model.layers.1.mlp.up_proj.weight": "holds the reference's model.layers.1.mlp.gate_proj.weight",
     }
     assert code(found) == 1
+
+
+NUMBER_OF_EXPERTS, WIDTH, INNER = 4, 8, 12
+
+
+def experts_of(seed=3):
+    """One layer's router, experts and shared expert, as Megatron names and fuses them."""
+    drawn = np.random.default_rng(seed)
+    shapes = {"router.weight": (NUMBER_OF_EXPERTS, WIDTH), "shared_experts.gate_weight": (1, WIDTH)}
+    for at in ("shared_experts", *(f"experts.local_experts.{number}" for number in range(NUMBER_OF_EXPERTS))):
+        shapes |= {f"{at}.linear_fc1.weight": (2 * INNER, WIDTH), f"{at}.linear_fc2.weight": (WIDTH, INNER)}
+    return {f"decoder.layers.0.mlp.{name}": drawn.normal(0, 1, shape).astype("f4") for name, shape in shapes.items()}
+
+
+def converted(own, family):
+    """The same under the names that transformers 5.24 writes for Mixtral and Qwen, or stacked in one tensor."""
+    inner = "model.layers.0." + ("block_sparse_moe." if family == "mixtral" else "mlp.")
+    parts = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    found = {}
+    for name, values in own.items():
+        short = name.removeprefix("decoder.layers.0.mlp.")
+        at = short.replace("local_experts.", "").replace("shared_experts.", "shared_expert.").rpartition(".linear")[0]
+        if "router" in short:
+            found[f"{inner}gate.weight"] = values
+        elif "gate_weight" in short:
+            found[f"{inner}shared_expert_gate.weight"] = values
+        elif "fc1" in short:
+            found |= {
+                f"{inner}{at}.{part}.weight": half for part, half in zip(parts, np.split(values, 2), strict=False)
+            }
+        else:
+            found[f"{inner}{at}.{parts[2]}.weight"] = values
+    if family == "stacked":
+        each = [f"{inner}experts.{number}." for number in range(NUMBER_OF_EXPERTS)]
+        fused = [np.concatenate([found.pop(f"{at}{part}.weight") for part in parts[:2]]).T for at in each]
+        found[f"{inner}experts.gate_up_proj"] = np.stack(fused)
+        found[f"{inner}experts.down_proj"] = np.stack([found.pop(f"{at}down_proj.weight").T for at in each])
+    return found
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen", "stacked"])
+def test_experts_are_proved_equal_and_named_where_they_changed_places(tmp_path, family):
+    own = experts_of()
+    right = write_step(tmp_path / "there", 1, converted(own, family))
+    found = compared(right, write_step(tmp_path / "here", 1, own))
+    assert {row.standing for row in found.steps[0].rows} == {Standing.EQUAL}
+    assert (len(found.steps[0].rows), code(found)) == (len(converted(own, family)), 0)
+    moved = dict(own)
+    for part in ("linear_fc1", "linear_fc2"):
+        names = [f"decoder.layers.0.mlp.experts.local_experts.{number}.{part}.weight" for number in (1, 2)]
+        moved |= {names[0]: own[names[1]], names[1]: own[names[0]]}
+    found = compared(right, write_step(tmp_path / "moved", 1, moved))
+    wrong = {row.pair.name.partition("0.")[2]: row.detail for row in found.steps[0].of(*DIFFERENT)}
+    assert code(found) == 1
+    if family == "stacked":
+        assert {detail.partition(" along")[0] for detail in wrong.values()} == {
+            "interleaved: 2 × 2 blocks of 1 read the other way round"
+        }
+        return
+    assert len(wrong) == 6
+    down = {"mixtral": "block_sparse_moe.experts.{}.w2.weight", "qwen": "mlp.experts.{}.down_proj.weight"}[family]
+    assert wrong[down.format(1)] == f"holds the reference's model.layers.0.{down.format(2)}"
+    assert ["tokens go to other experts" in cause.text for cause in found.steps[0].causes] == [True]
+    router = "decoder.layers.0.mlp.router.weight"
+    found = compared(right, write_step(tmp_path / "all", 1, {**moved, router: own[router][[0, 2, 1, 3]]}))
+    assert ["the model is the same" in cause.text for cause in found.steps[0].causes] == [True]
+
+
+def test_gate_and_up_of_one_expert_exchanged(tmp_path):
+    own = experts_of()
+    name = "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight"
+    swapped = {**own, name: np.concatenate(np.split(own[name], 2)[::-1])}
+    sides = write_step(tmp_path / "one", 1, converted(own, "mixtral")), write_step(tmp_path / "two", 1, swapped)
+    found = compared(*sides)
+    wrong = {row.pair.name.rpartition("experts.")[2]: row.detail.rpartition("experts.")[2]
+             for row in found.steps[0].of(*DIFFERENT)}  # fmt: skip
+    assert wrong == {"3.w1.weight": "3.w3.weight", "3.w3.weight": "3.w1.weight"}
 
 
 def test_megatron_as_gpt2_transposed_fused_otherwise_and_padded(tmp_path):
