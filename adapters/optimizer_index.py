@@ -27,6 +27,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
+from auditor.adapters.other_tensors import inner_tensors, is_tensor
+from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Role
 from auditor.model.optimizer import Hyperparameter
@@ -124,12 +126,19 @@ def _by_name(groups: Sequence[Any], state: Mapping[Any, Any], flat: Sequence[str
 def _state(
     groups: Sequence[Any], numbers: Sequence[tuple[int, ...]], kept: Mapping[int, Mapping[Any, Any]]
 ) -> IndexedState:
-    tensors = {
-        number: {key: t for key, t in of.items() if isinstance(key, str) and isinstance(t, StoredTensor)}
-        for number, of in kept.items()
-    }
+    tensors = {number: dict(_tensors_in(of)) for number, of in kept.items()}
     counts = {number: float(of["step"]) for number, of in kept.items() if is_count(of.get("step"))}
     return IndexedState(tuple(groups), tuple(numbers), tensors, counts)
+
+
+def _tensors_in(kept: Mapping[Any, Any]) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors kept for one parameter; of subclasses, as optimizers of eight bits have, what they are made of."""
+    for key, value in kept.items():
+        if isinstance(key, str) and isinstance(value, StoredTensor):
+            yield key, value
+        elif isinstance(key, str) and isinstance(value, Opaque) and is_tensor(value):
+            # One key of the parameter's state, whatever dots are in it.
+            yield from ((f"{key}:{name.replace('.', ':')}", tensor) for name, tensor in inner_tensors(value).items())
 
 
 def is_count(value: object) -> TypeGuard[int | float]:

@@ -14,7 +14,7 @@ from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, 
 from auditor.adapters.deepspeed.catalog import EngineReading
 from auditor.adapters.deepspeed.files import MODEL, ZERO
 from auditor.adapters.deepspeed.records import step_in, step_pointer
-from auditor.adapters.deepspeed.wrapped import inner_folder
+from auditor.adapters.deepspeed.wrapped import inner_folder, trainers_step
 from auditor.adapters.step_file import StepFile
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Store, base_name
@@ -43,7 +43,10 @@ class DeepSpeed:
         named = _TRAINERS_NAME.fullmatch(folder_name(store, folder))
         held = tuple(name for name in folder.folders if name == base_name(inner.path) or _OWN_NAME.fullmatch(name))
         if isinstance(found, Match):
-            return replace(found, named_step=int(named[1]) if named else None, holds=held)
+            number = int(named[1]) if named else None
+            # What the Trainer records and called the folder decides against the engine, whose file may be stale.
+            step = number if number is not None and number == trainers_step(store, folder) else found.step
+            return replace(found, step=step, named_step=number, holds=held)
         if inner.files or not named:
             return found or Declined(f"latest names {base_name(inner.path)}, which is not there", 0.7)
         return Match(int(named[1]), f"a Trainer's folder; latest names {base_name(inner.path)}, which is not there")

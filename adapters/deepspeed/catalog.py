@@ -61,7 +61,8 @@ class EngineReading:
         for name, what in self.files.impossible.items():
             self.builder.problems.append(Problem(ProblemKind.METADATA, join(self.folder.path, name), what))
         beside = self._add_beside(self.outer) if self.outer else None
-        if not self.outer and not self.folder.alone and not self.options.names_only and self.files.whole:
+        export = not (self.outer or self.folder.alone or self.options.names_only or self.layout.unplaced)
+        if export and self.files.whole:
             add_exports(self.builder, self.store, self.folder.path, *self._parameters())
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if not is_engine_file(name)]
         if beside:
@@ -98,6 +99,10 @@ class EngineReading:
         coordinate = self.files.coordinate(rank)
         if not self.layout.shapes and file.state is FileState.PRESENT and not self.options.names_only:
             self._problem(ProblemKind.UNPLACED, file, "no model file tells the order of its parameters", coordinate)
+        if self.layout.unplaced:
+            self.flats.add_nameless(file, coordinate, self.layout.unplaced)
+            self.flats.add_groups(file, coordinate, {})
+            return
         flats = self.layout.flats_of(rank, file)
         for number, flat in enumerate(flats):
             self.flats.add(file, coordinate, number, flat)

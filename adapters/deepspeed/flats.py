@@ -145,6 +145,24 @@ class FlatStates:
         if stored is not None:
             self._add_padding(flat, stored, file_id, f"{kept}.group{group}@{coordinate}", coordinate, key)
 
+    def add_nameless(self, file: StepFile, coordinate: Coordinate, reason: str) -> None:
+        """Flat buffers of which it isn't known what lies where: each stands for itself."""
+        key, masters = masters_of(file)
+        found = [(Role.MASTER, f"{key}[{group}]", flat) for group, flat in enumerate(masters)]
+        groups = range(max(len(masters), 1))
+        moments = {place: kept for group in groups for place, kept in self._moments(file, group).values()}
+        found += [(Role.MOMENT, place, kept) for place, kept in moments.items()]
+        for role, place, flat in found:
+            name = f"{place}@{coordinate}"
+            tensor = self.builder.tensor(name, role, flat.dtype, flat.shape, _PADDING_ORDER, undetermined=reason)
+            region = FlatRange(0, flat.shape[0])
+            number = self.builder.file_id(join(self.folder, file.name))
+            self.builder.piece(tensor, number, flat.offset, region, coordinate, key=place)
+        if not found:
+            self.builder.tensor(
+                f"optimizer@{coordinate}", Role.OBJECT, FLOAT32, (0,), _PADDING_ORDER, undetermined=reason
+            )
+
     def _add_padding(
         self, flat: Flat, stored: StoredTensor, file: int, name: str, coordinate: Coordinate, key: str
     ) -> None:

@@ -46,6 +46,8 @@ class EngineLayout:
                 self.orders.setdefault(name, len(self.orders))
         args = next(filter(None, map(megatron_args, readable)), {})
         self.sizes = sizes_from(args, self.trained)
+        self.unplaced = next(filter(None, map(_cut_otherwise, readable)), "")
+        """Why it isn't known which parameter lies where in flat buffers."""
         self._parts: dict[object, Part] = {}
         self._counts = next(filter(None, map(_partition_counts, files.zeros.values())), [])
 
@@ -129,6 +131,20 @@ def module_of(file: StepFile, *, whole_file: bool = False) -> dict[str, StoredTe
     module = file.tree if whole_file else file.tree.get("module")
     found = module.items() if isinstance(module, dict) else ()
     return {name: value for name, value in found if isinstance(name, str) and isinstance(value, StoredTensor)}
+
+
+def _cut_otherwise(file: StepFile) -> str:
+    """A recorded setting by which optimizer state lies otherwise than the sizes of the mesh say, or elsewhere.
+
+    Source: DeepSpeed ``runtime/zero/mics.py``; ``runtime/engine.py`` (``_save_zero_checkpoint``).
+    """
+    settings = dig(file.tree, "ds_config", "zero_optimization")
+    shard = dig(settings, "mics_shard_size")
+    if type(shard) is int and shard > 0:
+        return f"mics_shard_size {shard}: parameters are cut over groups of ranks, which part a file has is not known"
+    if dig(settings, "offload_optimizer", "device") == "nvme":
+        return "the optimizer's state is offloaded to NVMe: it lies in offloaded_tensors/, which is not read"
+    return ""
 
 
 def _listed(file: StepFile, key: str) -> list[object]:

@@ -18,14 +18,20 @@ from auditor.adapters.adapter import MAX_LOST, Folder
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.deepspeed.records import Shapes, step_pointer
 from auditor.adapters.hugging_face.files import MODEL_KINDS, Kind, StoredArray, Weights, open_json, open_weights
+from auditor.adapters.hugging_face.trainer_files import (
+    SCHEDULE,
+    TRAINER_STATE,
+    record_random_state,
+    record_schedule,
+)
 from auditor.adapters.step_file import Opened, StepFile
 from auditor.model.catalog import File, FileState, Problem, ProblemKind, Role, Scalar
-from auditor.model.mesh import Coordinate
+from auditor.model.mesh import EVERYWHERE, Coordinate
 from auditor.model.optimizer import Export
 from auditor.model.region import whole
 from auditor.storage.store import ObjectMissingError, StorageError, Store, base_name, join
 
-_STATE, _RNG = "trainer_state.json", re.compile(r"rng_state_(\d{1,6})\.pth")
+_RNG = re.compile(r"rng_state_(\d{1,6})\.pth")
 _TAG = re.compile(r"global_step\d+|checkpoint")
 _LIGHTNING = re.compile(r".+\.ckpt")
 _KNOWN = re.compile(
@@ -36,7 +42,7 @@ _KNOWN = re.compile(
 def inner_folder(store: Store, folder: Folder) -> Folder | None:
     """The folder of DeepSpeed's files in a trainer's; None for other folders, runs of DeepSpeed's own included."""
     lightning = _LIGHTNING.fullmatch(base_name(folder.path)) and "checkpoint" in folder.folders
-    if "latest" not in folder.files or not (_STATE in folder.files or lightning):
+    if "latest" not in folder.files or not (TRAINER_STATE in folder.files or lightning):
         return None
     try:
         pointer = step_pointer(store, folder, "latest")
@@ -54,6 +60,13 @@ def inner_folder(store: Store, folder: Folder) -> Folder | None:
         return Folder(target, {}, {})
 
 
+def trainers_step(store: Store, outer: Folder) -> int | None:
+    """The step that the Trainer records in its folder."""
+    state = open_json(store, outer, TRAINER_STATE).content if TRAINER_STATE in outer.files else None
+    step = state.get("global_step") if state else None
+    return step if type(step) is int and 0 <= step < 1 << 53 else None
+
+
 class Beside:
     """What lies beside DeepSpeed's own files in a trainer's folder."""
 
@@ -66,6 +79,7 @@ class Beside:
     ) -> None:
         """All of it. ``shapes``: the model's parameters; ``tied``: later names of them to the first."""
         self._add_state()
+        self._add_schedule()
         self._add_random_states(ranks)
         self._add_export(shapes, tied, orders)
 
@@ -82,13 +96,19 @@ class Beside:
 
     def _add_state(self) -> None:
         """``trainer_state.json``: its own count of steps."""
-        if _STATE not in self.outer.files:
+        if TRAINER_STATE not in self.outer.files:
             return
-        state = open_json(self.store, self.outer, _STATE)
+        state = open_json(self.store, self.outer, TRAINER_STATE)
         self.builder.file(state.as_file(self.outer.path, "json", Coordinate()))
-        step = state.content.get("global_step") if state.content else None
-        if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 53:
-            self.builder.scalars.append(Scalar("global_steps", float(step), self._path(_STATE)))
+        if (step := trainers_step(self.store, self.outer)) is not None:
+            self.builder.scalars.append(Scalar("global_steps", float(step), self._path(TRAINER_STATE)))
+
+    def _add_schedule(self) -> None:
+        """The Trainer's own, of which the engine knows nothing."""
+        if SCHEDULE in self.outer.files:
+            file = StepFile.read(self.store, self.outer, SCHEDULE)
+            self.builder.file(file.as_rank_file(self.outer.path, EVERYWHERE))
+            record_schedule(self.builder, self._path(SCHEDULE), file)
 
     def _add_random_states(self, ranks: Sequence[Coordinate]) -> None:
         """One file a rank, where there are several ranks; none at all is another trainer's habit."""
@@ -99,6 +119,7 @@ class Beside:
             name = f"rng_state_{rank}.pth"
             file = StepFile.read(self.store, self.outer, name) if rank in found else StepFile.absent(name)
             self.builder.file(file.as_rank_file(self.outer.path, coordinate))
+            record_random_state(self.builder, self.store, self._path(name), file, coordinate)
         for rank in sorted(found - set(range(len(ranks)))):
             name = f"rng_state_{rank}.pth"
             message = f"is of rank {rank}, of {len(ranks)} ranks"

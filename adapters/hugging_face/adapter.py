@@ -11,6 +11,7 @@ import re
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.hugging_face.catalog import HuggingFaceReading
+from auditor.adapters.hugging_face.components import components_in
 from auditor.adapters.hugging_face.files import ADAPTER_KINDS, MODEL_KINDS, open_json, open_weights
 from auditor.adapters.hugging_face.sets import WeightSet, find_set
 from auditor.adapters.hugging_face.trainer_files import TRAINER_STATE
@@ -38,6 +39,9 @@ class HuggingFace:
             return Declined(foreign, 0.4)
         found = (find_set(store, folder, kind) for kind in (*MODEL_KINDS, *ADAPTER_KINDS))
         weights = next(filter(None, found), None)
+        if weights is None and (held := components_in(store, folder)) is not None:
+            step, reason, named = _step(store, folder)
+            return Match(step, f"weights of {', '.join(held.sets)}; {reason}", named, holds=tuple(held.sets))
         if weights is None:
             near = 0.3 if "config.json" in folder.files else 0.0
             return Declined(

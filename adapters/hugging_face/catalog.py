@@ -15,6 +15,8 @@ from auditor.adapters.adapter import Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.dcp.files import PARTS_BELOW
 from auditor.adapters.dcp.safetensors import Consolidated, ShardReading, shard_files
+from auditor.adapters.hugging_face.averages import add_averages
+from auditor.adapters.hugging_face.components import Components, components_in
 from auditor.adapters.hugging_face.config import Implied, implied, recorded_dtype
 from auditor.adapters.hugging_face.files import (
     ADAPTER_KINDS,
@@ -54,6 +56,9 @@ class HuggingFaceReading:
     """One folder being read."""
 
     def __init__(self, store: Store, folder: Folder, options: Options) -> None:
+        none = Components(folder, {})
+        self.components = (components_in(store, folder) or none) if not _has_weights(store, folder) else none
+        folder = self.components.folder
         self.store, self.folder, self.options, self.names_only = store, folder, options, options.names_only
         self.builder = CatalogBuilder()
         self.opaque: Counter[str] = Counter()
@@ -66,6 +71,7 @@ class HuggingFaceReading:
         self._add_small_files()
         models, adapters = (self._sets(kinds) for kinds in (MODEL_KINDS, ADAPTER_KINDS))
         placed = [self._read_set(found[0]) for found in (models, adapters) if found]
+        placed += [self._read_set(found) for found in self.components.sets.values()]
         for other in (*models[1:], *adapters[1:]):
             # The kind that loaders don't take is legal beside the other; two sets of it are not.
             if other.num_families > 1:
@@ -77,9 +83,11 @@ class HuggingFaceReading:
             check_total(one)
         order = self._add_tensors(placed, model)
         self.builder.ties.extend(distinct([*model.ties, *(tie for one in placed for tie in ties_in(one))]))
-        self.beside.add(self._listings(placed, model, order))
+        listings = self._listings(placed, model, order)
+        self.beside.add(listings)
         self._add_parts(placed, order)
-        claimed = self.claimed | self.beside.claimed
+        averages = set() if self.names_only else add_averages(self.builder, self.store, self.folder, listings)
+        claimed = self.claimed | self.beside.claimed | averages
         unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in claimed]
         catalog = self.builder.build(step, self.folder.path, format_name, self.beside.mesh, self.opaque, unclaimed)
         counted = bool(self.beside.random)
@@ -195,6 +203,8 @@ class HuggingFaceReading:
     def _reason(self, model: Implied, models: Sequence[WeightSet]) -> str:
         """Why the configuration implies nothing; empty where it does."""
         config = self.small.get(CONFIG)
+        if self.components.sets:
+            return "which tensors its components have is not told by their configurations"
         if not models:
             return "a low-rank adapter's tensors are not implied by its configuration"
         if self.folder.alone:
@@ -209,7 +219,11 @@ class HuggingFaceReading:
 
     def _listings(self, sets: Sequence[Placed], model: Implied, positions: Mapping[str, int]) -> Listings:
         """In which orders the model's parameters may have been handed to an optimizer."""
-        shapes = {name: array.shape for one in sets for name, (_, array) in one.found.items()}
+        shapes = {
+            self.components.called(one.weights.kind.part, name)[1]: array.shape
+            for one in sets
+            for name, (_, array) in one.found.items()
+        }
         shapes |= {name: shape for one in sets for name in one.lost if (shape := model.shape_of(name)) is not None}
         orders = [{name: shapes[name] for name in model.order if name in shapes}]
         orders += [parameters_as_stored(one) for one in sets if one.weights.kind.container == "torch-zip"]
@@ -228,26 +242,31 @@ class HuggingFaceReading:
         ordered = sorted(names | {problem.tensor for problem in problems} - {""}, key=model_order)
         order = {name: position for position, name in enumerate(ordered)}
         dtype = recorded_dtype(self._small(CONFIG)) or _usual_dtype(sets)
-        taken: set[str] = set()
+        taken: set[tuple[Role, str]] = set()
         for placed in sets:
             self._add_found(placed, order, taken)
             self._add_lost(placed, order, model, dtype)
         self.builder.problems += [replace(problem, order=order.get(problem.tensor, -1)) for problem in problems]
         return order
 
-    def _add_found(self, placed: Placed, order: Mapping[str, int], taken: set[str]) -> None:
-        for name in sorted(placed.found.keys() - taken, key=order.__getitem__):
+    def _add_found(self, placed: Placed, order: Mapping[str, int], taken: set[tuple[Role, str]]) -> None:
+        for name in sorted(placed.found, key=order.__getitem__):
             file, array = placed.found[name]
+            role, called = self.components.called(placed.weights.kind.part, name)
+            if (role, called) in taken:
+                continue
+            taken.add((role, called))
             if array.dtype is None:
+                reason = f"its elements can't be read: {array.unread}"
+                self.builder.tensor(called, Role.OBJECT, FLOAT32, (0,), order[name], undetermined=reason)
                 continue
             tensor = self.builder.tensor(
-                name, Role.PARAMETER, array.dtype, array.shape, order[name], stored_once=self.beside.stored_once
+                called, role, array.dtype, array.shape, order[name], stored_once=self.beside.stored_once
             )
             file_id = self.builder.file_id(join(self.folder.path, file.name))
             self.builder.piece(
                 tensor, file_id, array.offset, whole(array.shape), EVERYWHERE, key=name, strides=array.strides
             )
-        taken |= placed.found.keys()
 
     def _add_lost(self, placed: Placed, order: Mapping[str, int], model: Implied, dtype: DType) -> None:
         """Tensors of files that could not be read: with their shape, else at least with their number."""
@@ -269,6 +288,10 @@ class HuggingFaceReading:
             self.builder.problems.append(
                 Problem(ProblemKind.METADATA, join(self.folder.path, file_name), message)
             )  # fmt: skip
+
+
+def _has_weights(store: Store, folder: Folder) -> bool:
+    return any(find_set(store, folder, kind) for kind in (*MODEL_KINDS, *ADAPTER_KINDS))
 
 
 def _usual_dtype(sets: Sequence[Placed]) -> DType:

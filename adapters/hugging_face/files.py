@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from auditor.adapters.adapter import Folder
+from auditor.adapters.other_tensors import inner_tensors, is_tensor, kind_of
 from auditor.adapters.step_file import Opened
 from auditor.containers.damage import DamagedError
 from auditor.containers.json_document import read_json
@@ -57,6 +58,8 @@ class StoredArray:
     """Elements; None is C order."""
     storage: object = None
     """Tensors of one file with the same storage share memory; None shares with nobody."""
+    unread: str = ""
+    """Why its elements can't be read, where they can't."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,17 @@ def _of_safetensors(content: SafetensorsFile) -> Weights:
     for name, record in content.records.items():
         # Elements that share a byte have no kernels yet.
         known = record.dtype if record.dtype and record.dtype.bits >= 8 else None
-        arrays[name] = StoredArray(known, record.shape, record.begin, record.end - record.begin)
+        unread = "" if known else f"safetensors dtype {record.dtype_name[:64]}"
+        arrays[name] = StoredArray(known, record.shape, record.begin, record.end - record.begin, unread=unread)
         if known is None:
             opaque[f"safetensors dtype {record.dtype_name}"] += 1
     return Weights(arrays, opaque)
+
+
+def of_tensor(tensor: StoredTensor) -> StoredArray:
+    """A tensor of a torch file."""
+    num_bytes = tensor.dtype.num_bytes(tensor.num_elements)
+    return StoredArray(tensor.dtype, tensor.shape, tensor.offset, num_bytes, tensor.strides, tensor.storage)
 
 
 def _of_torch(content: TorchFile) -> Weights:
@@ -85,12 +95,12 @@ def _of_torch(content: TorchFile) -> Weights:
     arrays: dict[str, StoredArray] = {}
     for name, value in tree.items():
         if isinstance(name, str) and isinstance(value, StoredTensor):
-            num_bytes = value.dtype.num_bytes(value.num_elements)
-            arrays[name] = StoredArray(
-                value.dtype, value.shape, value.offset, num_bytes, value.strides, value.storage
-            )  # fmt: skip
+            arrays[name] = of_tensor(value)
         elif isinstance(name, str) and isinstance(value, Opaque):
-            arrays[name] = StoredArray(None, (), 0, -1)
+            inside = inner_tensors(value) if is_tensor(value) else {}
+            made_of = f"it is made of {', '.join([*inside][:4])}, which are judged alone" if inside else kind_of(value)
+            arrays[name] = StoredArray(None, (), 0, -1, unread=made_of)
+            arrays |= {f"{name}.{key}": of_tensor(tensor) for key, tensor in inside.items()}
     return Weights(arrays, content.opaque, content.container)
 
 
@@ -101,6 +111,11 @@ class Kind:
     stem: str
     suffix: str
     container: str
+
+    @property
+    def part(self) -> str:
+        """The folder of the component that it is of; empty where the model is all there is."""
+        return self.stem.rpartition("/")[0]
 
     @property
     def single(self) -> str:
@@ -114,7 +129,7 @@ class Kind:
 
     def place(self, name: str) -> tuple[int, int] | None:
         """Number and count in the name of one file of several; None for other files."""
-        found = re.fullmatch(rf"{self.stem}-(\d{{1,6}})-of-(\d{{1,6}})\.{self.suffix}", name, re.ASCII)
+        found = re.fullmatch(rf"{re.escape(self.stem)}-(\d{{1,6}})-of-(\d{{1,6}})\.{self.suffix}", name, re.ASCII)
         return (int(found[1]), int(found[2])) if found else None
 
 
@@ -125,12 +140,24 @@ MODEL_KINDS = (
 ADAPTER_KINDS = (Kind("adapter_model", "safetensors", "safetensors"), Kind("adapter_model", "bin", "torch-zip"))
 
 
+def component_kinds(part: str) -> tuple[Kind, ...]:
+    """What the weights of a component of diffusers or transformers, in a folder of its own, may be called."""
+    stems = "diffusion_pytorch_model", "model", "pytorch_model"
+    kinds = [Kind(f"{part}/{stem}", "safetensors", "safetensors") for stem in stems[:2]]
+    return (*kinds, *(Kind(f"{part}/{stem}", "bin", "torch-zip") for stem in (stems[0], stems[2])))
+
+
 def kind_alone(name: str) -> Kind | None:
     """The kind of a file that is looked at by itself, by its name."""
     for kind in (*ADAPTER_KINDS, *MODEL_KINDS):
         if name == kind.single or kind.place(name):
             return kind
     return MODEL_KINDS[0] if name.endswith(f".{MODEL_KINDS[0].suffix}") else None
+
+
+def open_safetensors(store: Store, folder: Folder, name: str) -> Opened[Weights]:
+    """Open one safetensors file, whatever it is called."""
+    return open_weights(store, folder, name, MODEL_KINDS[0])
 
 
 def open_weights(store: Store, folder: Folder, name: str, kind: Kind) -> Opened[Weights]:

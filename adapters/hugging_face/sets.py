@@ -15,7 +15,7 @@ from auditor.adapters.adapter import Folder
 from auditor.adapters.hugging_face.files import Kind, kind_alone, open_json
 from auditor.adapters.step_file import Opened
 from auditor.model.catalog import FileState
-from auditor.storage.store import Store
+from auditor.storage.store import Store, join
 
 MAX_FILES = 1 << 14
 """Files of the largest set that is believed."""
@@ -55,8 +55,8 @@ class WeightSet:
     """Different counts in names like ``model-00001-of-00003``."""
 
 
-def read_index(store: Store, folder: Folder, name: str) -> Index:
-    """Read an index. Names in it that lead out of the folder are set aside."""
+def read_index(store: Store, folder: Folder, name: str, part: str = "") -> Index:
+    """Read an index. Names in it that lead out of the folder are set aside. ``part``: the component that it is of."""
     opened = open_json(store, folder, name)
     if opened.content is None:
         return Index(opened)
@@ -66,6 +66,7 @@ def read_index(store: Store, folder: Folder, name: str) -> Index:
     good = {key: value for key, value in stated.items() if _is_file_name(value)}
     if len(set(good.values())) > MAX_FILES:
         return Index(Opened(name, FileState.DAMAGED, None, f"it names more than {MAX_FILES} files", opened.entry))
+    good = {key: join(part, value) for key, value in good.items()}
     strange = {key: str(value)[:200] for key, value in stated.items() if key not in good}
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     counted = isinstance(total, (int, float)) and not isinstance(total, bool)
@@ -83,7 +84,7 @@ def find_set(store: Store, folder: Folder, kind: Kind) -> WeightSet | None:
         return WeightSet(kind, (name,)) if kind_alone(name) == kind else None
     places = {name: place for name in folder.files if (place := kind.place(name))}
     single = kind.single in folder.files
-    index = read_index(store, folder, kind.index) if kind.index in folder.files else None
+    index = read_index(store, folder, kind.index, kind.part) if kind.index in folder.files else None
     if index is not None and index.usable and index.weight_map:
         return _indexed(kind, folder, index, places)
     num_families = len({count for _, count in places.values()})

@@ -32,13 +32,14 @@ from auditor.adapters.optimizer_index import (
 )
 from auditor.adapters.optimizer_record import SavedOptimizer, record, record_loss_scale
 from auditor.adapters.step_file import StepFile
+from auditor.adapters.stored_sums import content_number
 from auditor.containers.torch_zip import RecordBudget, StoredTensor
 from auditor.model.catalog import Problem, ProblemKind, Role, Scalar
 from auditor.model.mesh import EVERYWHERE, NO_MESH, Coordinate, Mesh
 from auditor.model.region import whole
 from auditor.storage.store import ObjectMissingError, Store, base_name, join
 
-TRAINER_STATE = "trainer_state.json"
+TRAINER_STATE, SCHEDULE = "trainer_state.json", "scheduler.pt"
 _RANDOM = re.compile(r"(?P<head>rng_state_|random_states_)(?P<rank>\d{1,6})(?P<tail>\.pth|\.pkl)")
 _ALONE = "rng_state.pth"
 _OPTIMIZERS = re.compile(r"optimizer(?:_\d{1,3})?\.(?:pt|bin)")
@@ -157,10 +158,9 @@ class TrainerFiles:
 
     def _add_scheduler(self, name: str) -> None:
         """The Trainer's schedule steps with the optimizer. accelerate's steps once a rank, or as the script has it."""
-        tree = self._file(name).tree
-        count = tree.get("last_epoch")
-        if name == "scheduler.pt" and is_count(count) and count >= 0 and not any(key in tree for key in _UNCOUNTED):
-            self.builder.scalars.append(Scalar("scheduler_steps", float(count), self._path(name)))
+        file = self._file(name)
+        if name == SCHEDULE:
+            record_schedule(self.builder, self._path(name), file)
 
     # Files that are not there
 
@@ -173,9 +173,9 @@ class TrainerFiles:
         elsewhere = any(map(_ELSEWHERE.fullmatch, names)) or any(name.startswith("optimizer") for name in folders)
         if TRAINER_STATE not in names:
             return
-        if "optimizer.pt" in names and "scheduler.pt" not in names:
-            self._file("scheduler.pt")
-        if "scheduler.pt" in names and "optimizer.pt" not in names and not elsewhere:
+        if "optimizer.pt" in names and SCHEDULE not in names:
+            self._file(SCHEDULE)
+        if SCHEDULE in names and "optimizer.pt" not in names and not elsewhere:
             self._file("optimizer.pt")
 
     def _random_states(self) -> dict[int, re.Match[str]]:
@@ -198,7 +198,9 @@ class TrainerFiles:
         for rank in range(self.num_ranks) if self.mesh is not NO_MESH else sorted(self.random):
             coordinate = Coordinate.of(dp=rank) if self.mesh is not NO_MESH else EVERYWHERE
             name = self.random[rank][0] if rank in self.random else f"{pattern['head']}{rank}{pattern['tail']}"
-            self._check_origin(self._file(name, coordinate), coordinate)
+            file = self._file(name, coordinate)
+            self._check_origin(file, coordinate)
+            record_random_state(self.builder, self.store, self._path(name), file, coordinate)
 
     def _check_origin(self, file: StepFile, coordinate: Coordinate) -> None:
         """Torch keeps the stem that a file was saved to."""
@@ -211,6 +213,21 @@ class TrainerFiles:
         self, kind: ProblemKind, name: str, message: str, *, coordinate: Coordinate = EVERYWHERE, ignored: bool = False
     ) -> None:
         self.builder.problems.append(Problem(kind, self._path(name), message, coordinate, ignored=ignored))
+
+
+def record_schedule(builder: CatalogBuilder, path: str, file: StepFile) -> None:
+    """Add how often the Trainer stepped its schedule, where it steps with the optimizer."""
+    count = file.tree.get("last_epoch")
+    if is_count(count) and count >= 0 and not any(key in file.tree for key in _UNCOUNTED):
+        builder.scalars.append(Scalar("scheduler_steps", float(count), path))
+
+
+def record_random_state(
+    builder: CatalogBuilder, store: Store, path: str, file: StepFile, coordinate: Coordinate
+) -> None:
+    """Add a scalar ``random_state`` that ranks with the same random state have in common."""
+    if file.content is not None and (number := content_number(store, path)) is not None:
+        builder.scalars.append(Scalar("random_state", number, path, coordinate))
 
 
 def has_trained_siblings(store: Store, folder: Folder) -> bool:

@@ -14,9 +14,8 @@ from auditor.adapters.adapter import Folder
 from auditor.adapters.megatron_legacy.files import Place, StepFiles
 from auditor.adapters.megatron_names import megatron_args
 from auditor.adapters.step_file import StepFile
-from auditor.containers.damage import DamagedError
-from auditor.containers.zip_directory import read_directory
-from auditor.storage.store import StorageError, Store, join
+from auditor.adapters.stored_sums import storage_sums
+from auditor.storage.store import Store, join
 
 
 def misplaced(store: Store, folder: Folder, files: StepFiles) -> Iterator[tuple[Place, str]]:
@@ -60,17 +59,6 @@ def _copies(store: Store, folder: Folder, files: StepFiles, ranks: Mapping[Place
         if len(suspects) > 1:
             same: dict[object, list[Place]] = {}
             for place in suspects:
-                sums = _checksums(store, join(folder.path, files.models[place].name))
+                sums = storage_sums(store, join(folder.path, files.models[place].name))
                 same.setdefault(sums or place, []).append(place)
             yield from (places for places in same.values() if len({(p, t) for p, _, t in places}) > 1)
-
-
-def _checksums(store: Store, name: str) -> tuple[object, ...]:
-    """Names, sizes and stored checksums of a file's storages; empty where the writer stored none."""
-    try:
-        with store.open(name) as handle:
-            members = read_directory(handle).values()
-    except (DamagedError, StorageError):
-        return ()
-    sums = tuple((member.name, member.num_bytes, member.crc32) for member in members if "/data/" in member.name)
-    return sums if any(crc for _, _, crc in sums) else ()

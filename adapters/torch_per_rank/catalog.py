@@ -26,6 +26,7 @@ from auditor.adapters.torch_per_rank.files import (
     Series,
     averages,
     is_buffer,
+    looks_cut,
     lost_keys,
     parallel_setting,
     rank_state,
@@ -94,7 +95,13 @@ class PerRankReading:
         writers = {rank: state.reader.writer for rank, state in self.states.items()}
         if writers and all(writer not in (None, rank) for rank, writer in writers.items()):
             return "files are numbered otherwise than the ranks that wrote them"
-        return self.grid.reason or next(filter(None, map(parallel_setting, self.files.values())), "")
+        recorded_or_not = (*map(parallel_setting, self.files.values()), *self._looks_cut())
+        return self.grid.reason or next(filter(None, recorded_or_not), "")
+
+    def _looks_cut(self) -> Iterator[str]:
+        """One file tells; where any records parts, the records do."""
+        if self.world > 1 and not any(state.reader.roots for state in self.states.values()):
+            yield from (looks_cut(state, self.world) for state in [*self.states.values()][:1])
 
     def catalog(self, step: int, format_name: str) -> Catalog:
         """The Catalog of the step."""

@@ -9,9 +9,9 @@ from typing import Any
 
 from auditor.adapters.adapter import MAX_RANKS, Folder
 from auditor.adapters.optimizer_index import IndexedState, indexed_state
+from auditor.adapters.other_tensors import inner_tensors, is_tensor, kind_of
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.torch_per_rank.distributed import PartReader, flat_state, is_part
-from auditor.adapters.torch_per_rank.inner import inner_tensors, is_tensor, kind_of
 from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.dtype import Kind
@@ -29,6 +29,9 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_p
           "zero_stage")  # fmt: skip
 """Above 1 each of these lets ranks hold what others don't: parts, or weights that they average now and then."""
 _BUFFER = re.compile(r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked)")
+_LIVE = "current_model_state"
+"""Where Lightning's ``WeightAveraging`` puts the weights; ``state_dict`` then holds their average."""
+_LIGHTNING = "optimizer_states"
 _OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
 """What FSDP1 calls the parameters of one unit laid end to end, of which each rank has a part."""
@@ -116,7 +119,12 @@ def rank_state(file: StepFile) -> RankState:
     reader = PartReader()
     state = _model(file, reader)
     saved = next((key for key in _OPTIMIZERS if key in file.tree), "")
-    optimizer = indexed_state(_whole(file.tree.get(saved), reader)) if state.found else None
+    content = file.tree.get(saved)
+    listed = file.tree.get(_LIGHTNING)
+    if not saved and isinstance(listed, list) and len(listed) == 1:
+        # Lightning's list of all optimizers, of which nearly all models have one.
+        saved, content = f"{_LIGHTNING}.0", listed[0]
+    optimizer = indexed_state(_whole(content, reader)) if state.found else None
     if optimizer:
         flat = [tensor for name, tensor in state.parameters().items() if _FLAT.fullmatch(name)]
         optimizer = _with_flat_state(optimizer, flat)
@@ -124,7 +132,7 @@ def rank_state(file: StepFile) -> RankState:
 
 
 def _model(file: StepFile, reader: PartReader) -> RankState:
-    for key in _MODELS:
+    for key in (_LIVE, *_MODELS):
         inside = file.tree.get(key)
         if isinstance(inside, dict) and (state := _state_dict(inside, f"{key}.", reader)).found:
             return state
@@ -162,7 +170,7 @@ def _with_flat_state(state: IndexedState, parameters: Sequence[StoredTensor]) ->
 def averages(file: StepFile, reader: PartReader) -> dict[str, StoredTensor]:
     """Moving averages of the model's weights, by their path in the file."""
     found: dict[str, StoredTensor] = {}
-    for key in AVERAGES:
+    for key in (*AVERAGES, *(("state_dict",) if isinstance(file.tree.get(_LIVE), dict) else ())):
         inside = file.tree.get(key)
         if isinstance(inside, dict):
             state = _state_dict(inside, f"{key}.", reader)
@@ -215,6 +223,30 @@ def recorded(file: StepFile, *keys: str) -> int | None:
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53:
             return value
     return None
+
+
+def looks_cut(state: RankState, num_ranks: int) -> str:
+    """What in its shapes says that a file holds parts of tensors, though nothing records that.
+
+    Weights of layers have two dims: of one with another length than their bias they were laid flat. A norm is as long
+    as a row that some layer takes: where all are shorter by a factor of the ranks, rows were dealt out. Not so where
+    tensors have more dims: norms of convolutions are as long as those have rows.
+    """
+    shapes = {key: tensor.shape for key, tensor in state.parameters().items()}
+    flat = {key: shape[0] for key, shape in shapes.items() if len(shape) == 1 and key.endswith(".weight")}
+    for key, length in flat.items():
+        bias = shapes.get(f"{key.removesuffix('weight')}bias")
+        if bias is not None and bias != (length,):
+            return f"{key} has one dim, and its bias another length: weights seem to be laid flat and cut"
+    widths = {shape[1] for shape in shapes.values() if len(shape) > 1}
+    factors = [n for n in range(2, min(num_ranks, MAX_RANKS) + 1) if num_ranks % n == 0]
+    of_layers = all(len(shape) <= 2 for shape in shapes.values())
+    if of_layers and flat and widths and not widths & {*flat.values()}:
+        factor = next((n for n in factors if all(n * length in widths for length in flat.values())), 0)
+        if factor:
+            key, length = next(iter(flat.items()))
+            return f"{key} has {length} elements, layers take {factor * length}: files seem to hold parts"
+    return ""
 
 
 def parallel_setting(file: StepFile) -> str:

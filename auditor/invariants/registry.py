@@ -24,6 +24,7 @@ from auditor.invariants import (
     optimizer_twins,
     optimizer_values,
     outliers,
+    random_states,
     reference,
     replica,
     scales,
@@ -39,6 +40,7 @@ _MODULES = (
     integrity, integrity_runs, integrity_kept, coverage, metadata, replica, stripes, cast, optimizer,
     optimizer_records, optimizer_values, optimizer_twins, numerics, outliers, scales, motion, motion_copies,
     motion_records, motion_sizes, motion_steps, tying, reference, security, configuration, witnessed, schedule,
+    random_states,
 )  # fmt: skip
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from auditor.invariants.invariant import Invariant
 from auditor.model.catalog import Catalog
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
-from auditor.model.run import StepEvidence, optimizer_step
+from auditor.model.run import StepEvidence, num_skipped, optimizer_step
 
 _SLACK = 1
 """A schedule is stepped right before or right after the save, as the writer's version has it."""
 
+_SKIPPED = "skipped_steps"
+"""Where an engine records it, its every other step is one of its optimizer's."""
 _TRAINERS, _ENGINES = "scheduler_steps", "engine_schedule_steps"
 """Counts of a schedule: a trainer's, whose every step is one of its optimizer's; an engine's, whose optimizer may have
 taken a step more, to make its state."""
@@ -47,8 +49,11 @@ def schedule_fits_the_step(evidence: StepEvidence) -> Judgement:
     if not found:
         return Judgement(not_applicable={"no schedule is stored whose pace is known": 1})
     violations = []
+    optimizer_is_off = _paced(catalog) and not _in_step(catalog)
     for scalar in found:
-        if against := _off(catalog, scalar.value):
+        # An optimizer of another step is AUX003's, and no fault of the schedule.
+        fits = optimizer_is_off and abs(scalar.value - catalog.step) <= _SLACK
+        if not fits and (against := _off(catalog, scalar.value)):
             detail = f"has its schedule at step {scalar.value:g}, {against}"
             at = Location(catalog.step, scalar.file, coordinate=scalar.coordinate, detail=detail)
             name = catalog.within(scalar.file)
@@ -56,19 +61,36 @@ def schedule_fits_the_step(evidence: StepEvidence) -> Judgement:
     return Judgement(len(found) - len(violations), tuple(violations))
 
 
-def optimizer_fits_the_step(evidence: StepEvidence) -> Judgement:
-    """Where every step of the trainer is one of the optimizer's, the optimizer has taken as many."""
-    catalog = evidence.catalog
+def _paced(catalog: Catalog) -> bool:
+    """Whether every step of the checkpoint's is one of the optimizer's, of which a count is there."""
+    names = {scalar.name for scalar in catalog.scalars}
+    return bool(_counts(catalog) and names & {_TRAINERS, _SKIPPED})
+
+
+def _in_step(catalog: Catalog) -> bool:
+    """Whether the optimizer has taken as many steps, those left out that were skipped."""
     done = _counts(catalog)
-    if not done or not any(scalar.name == _TRAINERS for scalar in catalog.scalars):
+    if not any(scalar.name == _SKIPPED for scalar in catalog.scalars):
+        return catalog.step in done or (_scaled(catalog) and max(done) < catalog.step)
+    # To make its state, the engine may let the optimizer take a step more.
+    taken = catalog.step - num_skipped(catalog)
+    return bool(done & {float(catalog.step), taken, taken + 1})
+
+
+def optimizer_fits_the_step(evidence: StepEvidence) -> Judgement:
+    """Where every step of the trainer or the engine is one of the optimizer's, the optimizer has taken as many."""
+    catalog = evidence.catalog
+    if not _paced(catalog):
         return Judgement(not_applicable={"no pace of the optimizer's steps is known": 1})
-    if catalog.step in done or (_scaled(catalog) and max(done) < catalog.step):
+    if _in_step(catalog):
         return Judgement(1)
     file = next(scalar.file for scalar in catalog.scalars if scalar.name == "optimizer_step")
-    detail = f"is the state of optimizer step {max(done):g}, the checkpoint's step is {catalog.step}"
-    message = f"{catalog.within(file)} {detail}"
+    detail = f"is the state of optimizer step {max(_counts(catalog)):g}, the checkpoint's step is {catalog.step}"
     at = Location(catalog.step, file, detail=detail)
-    return Judgement(violations=(Violation(catalog.within(file), (at,), message),))
+    # An engine can be told to leave the optimizer's state, and then goes on counting its own steps.
+    severity = None if any(scalar.name == _TRAINERS for scalar in catalog.scalars) else Severity.WARNING
+    name = catalog.within(file)
+    return Judgement(violations=(Violation(name, (at,), f"{name} {detail}", severity=severity),))
 
 
 _RESUMED = LikelyCause("a resume did not find this file, or could not load it, and began anew",
@@ -92,10 +114,11 @@ INVARIANTS = (
     ),
     Invariant(
         "AUX003", "optimizer-out-of-step", Severity.ERROR,
-        statement="Where every step of the trainer is one step of its optimizer, the optimizer has taken as many. With "
-                  "a loss scale it may have skipped some.",
+        statement="Where every step of the trainer or the engine is one step of its optimizer, the optimizer has taken "
+                  "as many. With a loss scale it may have skipped some. A warning where an engine alone counts.",
         rationale="Moments and bias correction are those of another time than the weights.",
-        source="deepspeedai/DeepSpeed#5289; transformers trainer.py: one optimizer step is one global_step",
+        source="deepspeedai/DeepSpeed#5289; transformers trainer.py: one optimizer step is one global_step; DeepSpeed "
+               "runtime/engine.py (_take_model_step)",
         example="checkpoint-1000/optimizer.pt is the state of optimizer step 500, the checkpoint's step is 1000",
         misses="State that was exchanged for another of the same step.",
         hint="If the run was resumed from weights alone, this is what that costs; else restore the file.",

@@ -187,6 +187,27 @@ def stepped_twice(run):
         rewritten(path, lambda content: content["lr_scheduler"].update(last_epoch=2 * content["global_steps"]))
 
 
+def optimizer_at(run, step):
+    """The optimizer counts another step than engine and Trainer."""
+
+    def counted(content):
+        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["step"] = torch.tensor(float(step))
+
+    for path in run.rglob("*optim_states.pt"):
+        if "global_step3" not in str(path):
+            rewritten(path, counted)
+
+
+def of_the_trainer(run, **values):
+    path = run / "checkpoint-4" / "scheduler.pt"
+    rewritten(path, lambda content: content.update(values))
+
+
+def engine_at(run, step):
+    rewritten(run / "checkpoint-4" / "global_step4" / MP, lambda content: content.update(global_steps=step))
+
+
 def copy(run, source, target):
     shutil.copy(run / source, run / target)
 
@@ -204,6 +225,11 @@ CASES = {
     "masters of another model": ("DeepSpeed#762", "zero2_bf16", of_another_model, "CST001", {("embed.wte.weight", MP)}),
     "no moments without ZeRO": ("DeepSpeed#7786", "zero0_bf16", without_state, "OPT001", {("embed.wte.weight", MP)}),
     "a schedule that is stepped twice": ("slime#1547", "zero2_bf16", stepped_twice, "AUX002", {("", MP)}),
+    "a Trainer's schedule that is stepped twice": ("slime#1547", "trainer_zero2", lambda run: of_the_trainer(run, last_epoch=8), "AUX002", {("", "scheduler.pt")}),
+    "an optimizer that began anew under the Trainer": ("DeepSpeed#6691", "trainer_zero2", lambda run: optimizer_at(run, 1), "AUX003", {("", ZERO.format(0))}),
+    "an optimizer that began anew": ("DeepSpeed#5289", "zero2_bf16", lambda run: optimizer_at(run, 1), "MOT006", {("", ZERO.format(0))}),
+    "an optimizer of another step than the engine": ("DeepSpeed#5289", "zero1_bf16", lambda run: optimizer_at(run, 9), "AUX003", {("", ZERO.format(0))}),
+    "an engine that counts otherwise than its Trainer": ("DeepSpeed#5289", "trainer_zero2", lambda run: engine_at(run, 2), "INT005", {("", MP)}),
     "a counter that can't count on": ("DeepSpeed#8496", "zero2_bf16", saturated, "OPT004", set()),
     "experts of half of the ranks": ("DeepSpeed#5157", "zero1_moe", experts_of_half, "INT001", {("", "layer_0_expert_2_mp_rank_00_model_states.pt")}),
     "a partition cut short": ("DeepSpeed#1380", "zero2_bf16", cut_flat, "MET002", {("", ZERO.format(0))}),
@@ -440,6 +466,22 @@ def test_placeholders_of_stage_3_are_legal(tmp_path, shape):
     assert found(run) == {}
 
 
+@pytest.mark.parametrize(("setting", "reason"), [
+    ({"mics_shard_size": 1}, "mics_shard_size"), ({"offload_optimizer": {"device": "nvme"}}, "offloaded to NVMe"),
+])  # fmt: skip
+def test_state_that_lies_elsewhere_is_undetermined(tmp_path, setting, reason):
+    """By DeepSpeed's sources: MiCS and NVMe run on no CPU."""
+    run = run_of(tmp_path, "zero3_bf16")
+    change(run.rglob("*model_states.pt"), lambda content: content["ds_config"]["zero_optimization"].update(setting))
+    if "offload_optimizer" in setting:
+        change(run.rglob("*optim_states.pt"), lambda content: content["optimizer_state_dict"].update(
+            fp32_flat_groups=[], optimizer_state_dict={"state": {}, "param_groups": []}
+        ))  # fmt: skip
+    (report,) = audit(LocalStore(run), Settings()).runs
+    assert report.findings == []
+    assert any(reason in told for _, told in report.undetermined())
+
+
 def test_a_tied_head_may_be_absent_from_the_export(tmp_path):
     """google-deepmind/gemma#8."""
     from safetensors import safe_open
@@ -510,3 +552,14 @@ def test_tensor_parallel_ranks_without_a_pipeline_hold_parts_and_replicas(tmp_pa
     lost.unlink()
     (gone,) = audit(LocalStore(run), Settings(level=Level.NAMES), now=1e10).runs[0].findings
     assert (gone.id, {place.file for place in gone.locations}) == ("INT001", {f"global_step2/{lost.name}"})
+
+
+def test_ranks_that_clip_otherwise_drift_apart_under_zero_1():
+    """DeepSpeed#1801, trained so: tensor-parallel rank 1 does not clip from step 3 on."""
+    (report,) = audit(LocalStore(FIXTURES / "zero1_tp2_drift"), Settings()).runs
+    (finding,) = report.findings
+    (interval,) = finding.intervals
+    assert (finding.id, interval.last_good, interval.first_bad) == ("REP001", 2, 4)
+    assert {place.role.value for place in finding.locations} == {"parameter", "master", "first_moment", "second_moment"}
+    assert {str(place.coordinate) for place in finding.locations if place.role.value == "parameter"} == {"tp=1"}
+    assert report.last_good.step == 2

@@ -664,3 +664,21 @@ def test_files_that_no_cache_names_store_no_digest():
     _, run = report_on(LocalStore(FIXTURES / "qwen2"), Settings(level=Level.FULL))
     assert not run.findings
     assert run.counts("INT010")[Outcome.VIOLATED] == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sparse_quantised_and_unreadable_tensors_of_torch_files():
+    torch = pytest.importorskip("torch")
+    objects = objects_of("gpt2_torch")
+    content = torch.load(io.BytesIO(objects["pytorch_model.bin"]))
+    content |= {
+        "sparse": torch.eye(4).to_sparse(), "quantised": torch.quantize_per_tensor(torch.eye(4), 0.1, 3, torch.qint8),
+        "meta": torch.empty(3, device="meta"),
+    }  # fmt: skip
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    catalog = read(MemoryStore({**objects, "pytorch_model.bin": buffer.getvalue()}))
+    tensors = {tensor.name: tensor for tensor in catalog.tensors}
+    assert tensors["quantised"].dtype.name == "int8"
+    assert {"sparse.indices", "sparse.values"} <= tensors.keys()
+    assert {name for name, tensor in tensors.items() if "can't be read" in tensor.undetermined} == {"sparse", "meta"}

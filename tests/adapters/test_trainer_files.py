@@ -15,6 +15,7 @@ from auditor.model.finding import Outcome, Severity
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 from auditor.testing.adapter_contract import AdapterContract
+from tests.adapters.test_dcp import digests
 from tests.faults import float32_bits, poke
 from tests.paths import ROOT
 from tests.rewriting import change
@@ -100,14 +101,44 @@ def test_optimizer_state_is_judged_by_name_and_replicas_are_stored_once():
     run = run_of(FIXTURES / "trainer_ddp")
     for identifier in ("OPT001", "OPT003", "OPT011", "AUX002", "AUX003"):
         assert run.counts(identifier)[Outcome.HOLDS] > 0, identifier
-    assert {reason for _, reason in run.undetermined()} == {
-        "stored once along dp: other replicas are not on disk (auditor.hooks witnesses them)"
+    assert dict(run.undetermined()).keys() == {
+        ("REP001", "stored once along dp: other replicas are not on disk (auditor.hooks witnesses them)"),
+        # The Trainer seeds all ranks alike.
+        ("AUX004", "several ranks have one random state, as where all were seeded alike or share a part of the model"),
     }
     catalog = catalog_of(FIXTURES / "trainer_ddp" / "checkpoint-4")
     assert str(catalog.mesh) == "dp 2"
     assert catalog.ranks_counted
     assert [group.hyperparameters["weight_decay"] for group in catalog.groups] == [0.1, 0.0]
     assert all(name.endswith(("bias", "norm.weight")) for name in catalog.groups[1].parameters)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_trainers_state_has_one_digest_in_other_layouts(tmp_path):
+    """Its weights and optimizer saved by torch once more: a file a rank, as FSDP gathers them, as parts of an index."""
+    torch, load = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch").load_file
+    path, names = FIXTURES / "trainer_ddp" / "checkpoint-4", NAMES["trainer_ddp"]
+    model, saved = load(path / "model.safetensors"), torch.load(path / "optimizer.pt")
+    optimizer = {
+        "state": {names[number]: kept for number, kept in saved["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]} for group in saved["param_groups"]
+        ],
+    }  # fmt: skip
+    for folder in ("ranks/step_4", "gathered/step_4"):
+        (tmp_path / folder).mkdir(parents=True)
+    for rank in range(2):
+        torch.save({"model": model, "optimizer": optimizer}, tmp_path / f"ranks/step_4/rank_{rank}.pt")
+    torch.save(model, tmp_path / "gathered/step_4/pytorch_model_fsdp.bin")
+    torch.save(optimizer, tmp_path / "gathered/step_4/optimizer.bin")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path / "index/step_4", no_dist=True)
+    first = digests(path)
+    assert len(first) == 4 * len(names)
+    for layout in ("ranks", "gathered", "index"):
+        assert {key: what for key, what in digests(tmp_path / layout / "step_4").items() if key in first} == first, (
+            layout
+        )
 
 
 @pytest.mark.parametrize("kind", ORDERS)
@@ -249,6 +280,28 @@ def test_one_ranks_random_state_copied_over_anothers(ddp):
     ((file, _, detail),) = found(ddp)["INT006"]
     assert file == "checkpoint-4/rng_state_1.pth"
     assert "rng_state_0" in detail
+
+
+@pytest.mark.parametrize(("streams", "outcome", "files"), [
+    ((0, 1, 2, 3), Outcome.HOLDS, set()),
+    ((0, 1, 2, 1), Outcome.VIOLATED, {"checkpoint-4/rng_state_3.pth"}),
+    # All seeded alike; tensor-parallel ranks that draw the same; a first rank that logs.
+    ((0, 0, 0, 0), Outcome.UNDETERMINED, set()),
+    ((0, 0, 1, 1), Outcome.UNDETERMINED, set()),
+    ((0, 1, 1, 1), Outcome.UNDETERMINED, set()),
+])  # fmt: skip
+def test_random_states_that_ranks_share(ddp, streams, outcome, files):
+    torch = pytest.importorskip("torch")
+    shutil.rmtree(ddp / "checkpoint-2")
+    state = torch.load(ddp / "checkpoint-4" / "rng_state_0.pth", weights_only=False)
+    for rank, stream in enumerate(streams):
+        state["cpu"] = torch.full_like(state["cpu"], stream)
+        torch.save(state, ddp / "checkpoint-4" / f"rng_state_{rank}.pth")
+    run = run_of(ddp, Level.HEADERS)
+    assert run.counts("AUX004")[outcome]
+    assert {place.file for finding in run.findings for place in finding.locations} == files
+    assert {(finding.id, finding.severity) for finding in run.findings} <= {("AUX004", Severity.WARNING)}
+    assert run.last_good
 
 
 @pytest.mark.parametrize("name", ["rng_state_0.pth", "scheduler.pt", "optimizer.pt"])

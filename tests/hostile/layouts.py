@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.hostile.making import (
+    FIXTURES,
     HUGGING_FACE,
     LAYER,
     MODEL,
@@ -199,6 +200,39 @@ MEGATRONS = [
 ]
 
 
+def engine_step(folder: Path) -> Path:
+    """A run of a plain DeepSpeed engine with ZeRO-3; the step's folder."""
+    copied(FIXTURES / "deepspeed" / "zero3_bf16" / "global_step6", folder / "global_step6")
+    (folder / "latest").write_text("global_step6")
+    return folder / "global_step6"
+
+
+def flat_step(folder: Path) -> Path:
+    """A run with Megatron's distributed optimizer; the step's folder."""
+    (folder / TRACKER).write_text("4")
+    return copied(FIXTURES / "megatron_legacy" / "tp2_dp2_buckets" / "iter_0000004", folder / "iter_0000004")
+
+
+def parts_step(folder: Path) -> Path:
+    """One step of rank files that hold parts of tensors; its folder."""
+    return copied(FIXTURES / "torch_per_rank" / "fsdp2_3" / "step_2", folder / "step_2")
+
+
+MODELS, FLATS, PARTS = "*model_states.pt", "*/distrib_optim.pt", "*.pt"
+LATER = [
+    Input("zero-3: dp_world_size of 100,000", "recorded size of the mesh", "deepspeed",
+          on(engine_step, numbers(MODELS, dp_world_size=RANKS)), 1, "MET002", "model_states.pt"),
+    Input("distributed optimizer: buckets of one element", "where its buckets end", "megatron-legacy",
+          on(flat_step, numbers("*/model_optim_rng.pt", ddp_bucket_size=1)), 0, "no known order"),
+    Input("distributed optimizer: buckets of 2^62", "where its buckets end", "megatron-legacy",
+          on(flat_step, numbers("*/model_optim_rng.pt", ddp_bucket_size=HUGE)), 0, "no known order"),
+    Input("distributed optimizer: 2^62 elements", "length of its buffer", "megatron-legacy",
+          on(flat_step, numbers(FLATS, numel_unpadded=HUGE)), 0, "holds"),
+    Input("parts: world of 100,000", "recorded size of the mesh", "torch-per-rank",
+          on(parts_step, numbers(PARTS, world_size=RANKS)), 1, "", "rank_"),
+]  # fmt: skip
+
+
 # Hugging Face
 
 
@@ -302,4 +336,4 @@ HUGGING_FACES = [
     trainer("nesting", "nesting", DEEP, 1, "INT002"),
 ]
 
-LAYOUTS = (*PIPELINES, *MEGATRONS, *HUGGING_FACES)
+LAYOUTS = (*PIPELINES, *MEGATRONS, *LATER, *HUGGING_FACES)
