@@ -71,6 +71,9 @@ class Match:
     """The step that the folder's name tells, where the framework itself gives such names and ``step`` is recorded."""
     holds: tuple[str, ...] = ()
     """Folders in it that are part of this step, though they would be recognised by themselves."""
+    numbered: int | None = None
+    """The number that a script put into the name. Whether it is a step is told by the other saves of the run: if most
+    of those record the step that their names tell, this one's name tells its step, too."""
 
 
 @dataclass(frozen=True, slots=True)

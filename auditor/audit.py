@@ -28,7 +28,7 @@ from auditor.timeline.last_good import NEEDED
 def audit(
     store: Store, settings: Settings = DEFAULTS, *, executor: Executor | None = None,
     progress: Progress = lambda path, num_bytes: None, now: float | None = None, shares: Store | None = None,
-    ledger: Ledger | None = None, run: str = "",
+    ledger: Ledger | None = None, run: str = "", nested: bool = True,
 ) -> Report:  # fmt: skip
     """Audit everything below the store's root.
 
@@ -36,7 +36,7 @@ def audit(
     which ``settle`` is held, seconds since the epoch. ``shares``: a folder to which :func:`audit_share` was written in
     several processes; what they measured is not read again. ``ledger``: where what was measured and said is kept; of
     steps that it knows and that did not change no weights are read. ``run``: what the run is called in the ledger; its
-    folder's name by default.
+    folder's name by default. ``nested``: whether runs in the folder of another run are audited as well.
 
     Raises:
         NothingToAuditError: there is no checkpoint, or no step that was asked for.
@@ -51,7 +51,7 @@ def audit(
         of_step = _step_audit(readable, settings, workers, runner, progress, begun, sketched=ledger is not None)
         job = RunAudit(of_step, ledger, run)
         with ledger.writer.locked() if ledger and ledger.writer else nullcontext():
-            runs = _runs(job, readable)
+            runs = _runs(job, readable, nested)
     runs = [run for run in runs if run.steps or run.unrecognised]
     if not any(run.steps for run in runs):
         raise NothingToAuditError(f"{store.location}: no saved step is among --steps {settings.steps.text}")
@@ -60,10 +60,10 @@ def audit(
     return Report(store.location, runs, settings)
 
 
-def _runs(job: RunAudit, store: Store) -> list[RunReport]:
+def _runs(job: RunAudit, store: Store, nested: bool) -> list[RunReport]:
     """All runs below the root; where there is none, the one that lay there, by the ledger."""
     try:
-        sources = discover(store)
+        sources = discover(store, nested=nested)
     except NothingToAuditError:
         deleted = job.deleted()
         if deleted is None:

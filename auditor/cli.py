@@ -131,14 +131,10 @@ def last_good(
         config, steps=steps, level=level, select=select, ignore=ignore, fail_on=fail_on, strict=strict, settle=settle,
         threads=threads,
     )  # fmt: skip
-    from auditor.report.last_good_report import last_good_lines
+    from auditor.report.last_good_report import last_good_lines, run_of
     from auditor.storage.roots import below
 
-    report = _audit(paths, settings)
-    if len(report.runs) > 1:
-        names = ", ".join(run.path or "." for run in report.runs)
-        raise UsageError(f"{report.location} holds {len(report.runs)} runs; name one of them: {names}")
-    (run,) = report.runs
+    run = run_of(_audit(paths, settings))
     for line in last_good_lines(run, settings):
         _say(line)
     if run.last_good is None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from auditor.adapters.adapter import Adapter, Declined, FileStepsAdapter, Folder, Match, Options, Pointer
+from auditor.adapters.adapter import Adapter, Declined, Folder, Match, Options, Pointer
 from auditor.adapters.registry import adapters, recognise
 from auditor.containers.ahead import several
 from auditor.containers.signature import looks_like
 from auditor.containers.zarr_names import escape
 from auditor.errors import NothingToAuditError, UsageError
-from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, base_name
+from auditor.file_series import checkpoint_in, file_runs
+from auditor.sources import Nearest, RunSource, StepSource, asked_for, numbered, pattern_of
+from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, base_name, join
 from auditor.storage.union import UnionStore
 from auditor.view.tree import StepNode
 
@@ -28,55 +29,24 @@ MAX_FOLDERS = 20_000
 """Folders that are looked into before giving up."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepSource:
-    """A recognised step."""
-
-    folder: Folder
-    adapter: Adapter
-    match: Match
-
-
-@dataclass(slots=True)
-class RunSource:
-    """A folder whose direct children (or itself) are steps."""
-
-    path: str
-    steps: list[StepSource]
-    pointers: list[Pointer] = field(default_factory=list)
-    unrecognised: dict[str, str] = field(default_factory=dict)
-    """Folders that are named like a step of this run but were not recognised or readable, with the reason."""
-    vanished: list[str] = field(default_factory=list)
-    """Folders that were listed and gone when they were looked into."""
-
-
-@dataclass(slots=True)
-class _Nearest:
-    """What came nearest to being a checkpoint."""
-
-    nearness: float = -1.0
-    text: str = ""
-
-    def consider(self, path: str, declined: dict[str, Declined]) -> None:
-        for name, verdict in declined.items():
-            if verdict.nearness > self.nearness:
-                self.nearness, self.text = verdict.nearness, f"{path or '.'} as {name}: {verdict.reason}"
-
-
-def discover(store: Store) -> list[RunSource]:
+def discover(store: Store, *, nested: bool = True) -> list[RunSource]:
     """The runs below the store's root.
+
+    ``nested``: whether those in the folder of another run are looked for as well.
 
     Raises:
         NothingToAuditError: no folder is a checkpoint of any known format; says what was looked for and what came
             nearest.
         StorageError: the root can't be listed.
     """
-    nearest, root = _Nearest(), Folder.read(store, "")
+    search, root = _Search(store, nested), Folder.read(store, "")
     if not store.stat("").is_folder:
         return [_single(store, replace(root, alone=True))]
-    runs = list(_search(store, root, (store.stat("").identity,), [0], nearest))
+    runs = list(search.runs(root, (store.stat("").identity,)))
     if runs:
+        search.name_left(runs)
         return runs
+    nearest = search.nearest
     wanted = "\n".join(f"  {adapter.name}: {adapter.looks_for}" for adapter in adapters())
     single = [name for name in root.files if name.endswith(BY_THEMSELVES)]
     # Scripts name their files as they like; which of them are saves of one run is not known.
@@ -99,50 +69,99 @@ def _single(store: Store, root: Folder) -> RunSource:
     )
 
 
-def _search(
-    store: Store, folder: Folder, above: tuple[str, ...], seen: list[int], nearest: _Nearest
-) -> Iterator[RunSource]:
-    """The runs in ``folder``; ``above``: identities of the folders down to it, itself included."""
-    folder, verdict, vanished = _recognised(store, folder)
-    if isinstance(verdict, tuple):
-        yield RunSource(folder.path, [StepSource(folder, *verdict)])
-    else:
-        nearest.consider(folder.path, verdict)
-    run = RunSource(folder.path, [], vanished=vanished)
-    others: list[Folder] = []
-    identities = {*above}
-    held = (OURS, *(verdict[1].holds if isinstance(verdict, tuple) else ()))
-    entries = [entry for name, entry in folder.folders.items() if name not in held]
-    if seen[0] + len(entries) > MAX_FOLDERS:
-        run.unrecognised[folder.path or "."] = f"only the first {MAX_FOLDERS} folders were looked into"
-        del entries[max(0, MAX_FOLDERS - seen[0]) :]
-    seen[0] += len(entries)
-    for entry, looked in zip(entries, several(store, partial(_look, store), entries), strict=True):
-        if isinstance(looked, ObjectMissingError):
-            run.vanished.append(entry.name)
-            continue
-        if isinstance(looked, StorageError):
-            run.unrecognised[entry.name] = str(looked)
-            continue
-        child, found = looked
-        if isinstance(found, tuple):
-            # A link to a step that is there under its own name is that step, not a second one.
-            if not entry.identity or entry.identity not in identities:
-                identities.add(entry.identity)
-                run.steps.append(StepSource(child, *found))
+@dataclass(slots=True)
+class _Search:
+    """One search below a root."""
+
+    store: Store
+    nested: bool
+    """Whether runs in the folder of another run are looked for as well."""
+    nearest: Nearest = field(default_factory=Nearest)
+    num_folders: int = 0
+    left: dict[str, list[str]] = field(default_factory=dict)
+    """Folders with files of checkpoints that are of no run, by their path without numbers: one such file of each."""
+
+    def runs(self, folder: Folder, above: tuple[str, ...]) -> Iterator[RunSource]:
+        """The runs in ``folder``; ``above``: identities of the folders down to it, itself included."""
+        folder, verdict, vanished = _recognised(self.store, folder)
+        run, others = RunSource(folder.path, [], vanished=vanished), list[Folder]()
+        if isinstance(verdict, tuple):
+            yield RunSource(folder.path, [StepSource(folder, *verdict)])
+            self.look_into(folder, above, run, others, verdict[1].holds)
         else:
-            nearest.consider(child.path, found)
-            others.append(child)
-    series = [] if isinstance(verdict, tuple) else _series(store, folder, nearest, run)
-    yield from series
-    if run.steps:
-        yield _as_run(store, folder, run, others)
-    elif not series and len(above) < MAX_DEPTH and not isinstance(verdict, tuple):
+            self.nearest.consider(folder.path, verdict)
+            self.look_into(folder, above, run, others)
+        series = [] if isinstance(verdict, tuple) else self.series(folder, run)
+        if run.steps:
+            yield _as_run(self.store, folder, run, others)
+        yield from series
+        if isinstance(verdict, tuple) or ((run.steps or series) and not self.nested):
+            return
         for child in others:
             identity = folder.folders[base_name(child.path)].identity
             # A link to a folder that it lies in leads to nothing new; a hundred of them would to a million folders.
-            if not identity or identity not in above:
-                yield from _search(store, child, (*above, identity), seen, nearest)
+            if child.path not in run.unrecognised and (not identity or identity not in above):
+                found = list(self.runs(child, (*above, identity))) if len(above) < MAX_DEPTH else []
+                for one in found:
+                    one.beside = one.beside or bool(run.steps or series)
+                    yield one
+                if not found and (name := checkpoint_in(self.store, child)):
+                    self.left.setdefault(pattern_of(child.path, whole=True), []).append(join(child.path, name))
+
+    def look_into(
+        self, folder: Folder, above: Sequence[str], run: RunSource, others: list[Folder], held: Sequence[str] = ()
+    ) -> None:
+        """Sort the folders in ``folder`` into steps and others."""
+        entries = [entry for name, entry in folder.folders.items() if name not in (OURS, *held)]
+        if self.num_folders + len(entries) > MAX_FOLDERS:
+            run.unrecognised[folder.path or "."] = f"only the first {MAX_FOLDERS} folders were looked into"
+            del entries[max(0, MAX_FOLDERS - self.num_folders) :]
+        self.num_folders += len(entries)
+        identities = {*above}
+        for entry, looked in zip(entries, several(self.store, partial(_look, self.store), entries), strict=True):
+            if isinstance(looked, ObjectMissingError):
+                run.vanished.append(entry.name)
+                continue
+            if isinstance(looked, StorageError):
+                run.unrecognised[entry.name] = str(looked)
+                continue
+            child, found = looked
+            if isinstance(found, tuple):
+                # A link to a step that is there under its own name is that step, not a second one.
+                if not entry.identity or entry.identity not in identities:
+                    identities.add(entry.identity)
+                    run.steps.append(StepSource(child, *found))
+            else:
+                self.nearest.consider(child.path, found)
+                others.append(child)
+
+    def series(self, folder: Folder, run: RunSource) -> list[RunSource]:
+        """Files of ``folder`` that are steps: the one series of a folder is its run, others are runs too."""
+        found = file_runs(self.store, folder, self.nearest)
+        main = [one for one in found if len(one.steps) > 1 or one.steps[0].match.numbered is not None]
+        known = {file.identity for one in (run, *main) for step in one.steps for file in step.folder.files.values()}
+        others = [one for one in found if one not in main]
+        if main or run.steps:
+            # Links and copies of the same object are the step that they name.
+            others = [one for one in others if one.steps[0].folder.files[""].identity not in known - {""}]
+            for one in others:
+                one.beside = True
+        elif len(others) == 1:
+            main, others = others, []
+        if len(main) != 1 or run.steps:
+            return [*main, *others]
+        run.steps += main[0].steps
+        run.unrecognised |= main[0].unrecognised
+        return others
+
+    def name_left(self, runs: Sequence[RunSource]) -> None:
+        """Say of what is left that nobody looked at it, with the run that it lies nearest to."""
+        for places in self.left.values():
+            path, _, name = places[0].rpartition("/")
+            more = f", nor those of {len(places) - 1} more folders called so" if len(places) > 1 else ""
+            inside = [run for run in runs if not run.path or f"{path}/".startswith(f"{run.path}/")]
+            nearest = max(inside, key=lambda run: len(run.path), default=runs[0])
+            nearest.unrecognised[path] = f"no format recognises its files, {name} for example{more}"
 
 
 def _recognised(store: Store, folder: Folder) -> tuple[Folder, tuple[Adapter, Match] | dict[str, Declined], list[str]]:
@@ -164,48 +183,11 @@ def _look(store: Store, entry: Entry) -> tuple[Folder, tuple[Adapter, Match] | d
         return error
 
 
-def holds_file_steps(store: Store, folder: Folder) -> bool:
-    """Whether files directly in ``folder`` are steps by themselves."""
-    return any(True for _ in _file_runs(store, folder, _Nearest()))
-
-
-def _series(store: Store, folder: Folder, nearest: _Nearest, run: RunSource) -> list[RunSource]:
-    """Files of ``folder`` that are steps by themselves: each series a run, one alone that of the folder."""
-    series = list(_file_runs(store, folder, nearest))
-    if len(series) != 1 or run.steps:
-        return series
-    run.steps += series[0].steps
-    run.unrecognised |= series[0].unrecognised
-    return []
-
-
-def _file_runs(store: Store, folder: Folder, nearest: _Nearest) -> Iterator[RunSource]:
-    for adapter in adapters():
-        for entries in adapter.step_files(store, folder) if isinstance(adapter, FileStepsAdapter) else ():
-            names = {_stem(entry.name) for entry in entries}
-            run = RunSource(f"{folder.path}/{min(names)}".lstrip("/"), [])
-            for entry in entries:
-                own = Folder.of_file(entry)
-                try:
-                    verdict = adapter.recognise(store, own)
-                except StorageError as error:
-                    run.unrecognised[entry.name] = str(error)
-                    continue
-                if isinstance(verdict, Match):
-                    run.steps.append(StepSource(own, adapter, verdict))
-                else:
-                    nearest.consider(entry.name, {adapter.name: verdict})
-                    run.unrecognised[entry.name] = verdict.reason
-            run.steps.sort(key=lambda source: (source.match.step, source.folder.path))
-            if run.steps:
-                yield run
-
-
 def _as_run(store: Store, folder: Folder, run: RunSource, others: list[Folder]) -> RunSource:
-    run.steps.sort(key=lambda source: (source.match.step, source.folder.path))
-    stems = {_stem(source.folder.path) for source in run.steps}
+    run.steps = numbered(run.steps)
+    stems = {pattern_of(source.folder.path) for source in run.steps}
     for other in others:
-        if _stem(other.path) not in stems:
+        if pattern_of(other.path) not in stems:
             continue
         if _is_gone(store, other):
             run.vanished.append(other.path)
@@ -256,11 +238,6 @@ def _is_gone(store: Store, folder: Folder) -> bool:
     return not {*folder.files, *folder.folders} <= {*now.files, *now.folders}
 
 
-def _stem(path: str) -> str:
-    """A folder's name with its number taken out."""
-    return re.sub(r"\d+", "#", base_name(path))
-
-
 def one_run(store: Store) -> RunSource:
     """The one run below the store's root.
 
@@ -268,7 +245,7 @@ def one_run(store: Store) -> RunSource:
         UsageError: there are several runs.
         NothingToAuditError: there is none.
     """
-    runs = discover(store)
+    runs = asked_for(discover(store))
     if len(runs) > 1:
         raise UsageError(f"{store.location} holds {len(runs)} runs; name one: {', '.join(run.path for run in runs)}")
     return runs[0]

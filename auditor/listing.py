@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from auditor.adapters.adapter import Folder, TreeAdapter
-from auditor.discovery import StepSource
 from auditor.settings import Level
+from auditor.sources import StepSource
 from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store
 
 LARGE_RUN_BYTES = 16 << 30

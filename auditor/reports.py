@@ -107,6 +107,8 @@ class RunReport:
     beside: dict[str, Judgement] = field(default_factory=dict)
     """Judgements that are about no step, but about the configuration."""
     seconds: float = 0.0
+    nested: bool = False
+    """Whether it lies in another run's folder, so that it isn't the one that is asked for by that."""
 
     def mesh_of(self, step: int) -> Mesh:
         """The mesh that wrote a step; meshes may change at a resume."""
@@ -176,3 +178,8 @@ class Report:
     location: str
     runs: list[RunReport]
     settings: Settings
+
+    @property
+    def asked_for(self) -> list[RunReport]:
+        """The runs that are meant where one is asked for."""
+        return [run for run in self.runs if not run.nested] or self.runs

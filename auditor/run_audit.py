@@ -14,7 +14,6 @@ from datetime import UTC, date, datetime
 
 from auditor.bisecting import few_steps
 from auditor.containers.ahead import reading_ahead
-from auditor.discovery import RunSource, StepSource
 from auditor.ledger.keeper import Keeper, root_digest, run_name
 from auditor.ledger.tree import Ledger
 from auditor.model.finding import Finding, Judgement
@@ -22,6 +21,7 @@ from auditor.model.run import Commit, PointerState, RunState, decide_commits
 from auditor.model.waiver import apply_baseline, apply_waivers
 from auditor.reports import RunReport, StepReport, step_from_ledger
 from auditor.settings import Level, Settings
+from auditor.sources import RunSource, StepSource
 from auditor.step_audit import Begun, StepAudit
 from auditor.storage.store import Entry
 from auditor.succession import Succession
@@ -46,7 +46,11 @@ class RunAudit:
         """Audit one run."""
         begun = time.monotonic()
         report = RunReport(
-            source.path, unrecognised=source.unrecognised, vanished=source.vanished, chosen=self.of_step.chosen
+            source.path,
+            unrecognised=source.unrecognised,
+            vanished=source.vanished,
+            chosen=self.of_step.chosen,
+            nested=source.beside,
         )
         sources = self.chosen_steps(source)
         pointers = tuple(PointerState(pointer.file, pointer.target) for pointer in source.pointers)

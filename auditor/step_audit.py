@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 
 from auditor.containers.ahead import read_ahead
-from auditor.discovery import StepSource
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.ledger.keeper import Keeper, Recalled, folder_of
 from auditor.ledger.record import Asked, save_identity
@@ -29,6 +28,7 @@ from auditor.observe.one_pass import Pass, begin, wanted_rows
 from auditor.observe.shares import Everything, Runner
 from auditor.reports import REACHED, RunReport, StepReport, unread
 from auditor.settings import Level, Settings
+from auditor.sources import StepSource
 from auditor.stated_optimizer import with_stated
 from auditor.storage.store import ObjectMissingError, Store, num_readers
 from auditor.succession import NOTHING_ASKED, Asking, Succession, as_listed, with_joints

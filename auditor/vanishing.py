@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.discovery import StepSource
 from auditor.listing import Listing
 from auditor.model.catalog import Catalog, File, FileState
 from auditor.model.mesh import NO_MESH
+from auditor.sources import StepSource
 
 GONE = "it changed, or was gone, while the step's headers were read"
 _DOUBTFUL = frozenset(FileState) - {FileState.PRESENT}

@@ -54,7 +54,7 @@ def auditor(command, *arguments):
         (TORCH_PART, "hugging-face", "one file of 3 was named: whether the others are there was not looked at"),
         (WHOLE, "hugging-face", None),
         (RANK, "torch-per-rank", "one rank's file was named: the other ranks' were not looked at"),
-        (LAYER, "torch-per-rank", "a single file was named: what belongs to it is not known"),
+        (LAYER, "torch-file", "a single file was named: what belongs to it is not known"),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -101,7 +101,8 @@ def test_a_nan_in_it_is_found(tmp_path):
     path.write_bytes(content)
     _, run = audited(path)
     assert [finding.id for finding in run.findings] == ["NUM001"]
-    assert undetermined(run, "INT001") == ["a single file was named: what belongs to it is not known"]
+    assert not undetermined(run, "INT001")
+    assert run.last_good is None
 
 
 @pytest.mark.parametrize(

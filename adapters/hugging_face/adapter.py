@@ -8,15 +8,19 @@ Source: huggingface/transformers ``modeling_utils.py``, ``trainer.py`` (5.24); h
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
+from auditor.adapters.file_steps import are_of_module, series_of_models, step_of_file
 from auditor.adapters.hugging_face.catalog import HuggingFaceReading
 from auditor.adapters.hugging_face.components import components_in
-from auditor.adapters.hugging_face.files import ADAPTER_KINDS, MODEL_KINDS, open_json, open_weights
+from auditor.adapters.hugging_face.files import ADAPTER_KINDS, MODEL_KINDS, kind_of_only, open_json, open_weights
 from auditor.adapters.hugging_face.sets import WeightSet, find_set
 from auditor.adapters.hugging_face.trainer_files import TRAINER_STATE
+from auditor.adapters.step_names import step_name
 from auditor.model.catalog import Catalog
-from auditor.storage.store import Store, base_name
+from auditor.storage.store import Entry, Store, base_name
 
 _STEP_FOLDER = re.compile(
     r"(?:.*[-_.])?(?:checkpoint|ckpt|step|steps|iter|global_step)[-_]?(\d{1,15})|(\d{1,15})", re.A
@@ -42,6 +46,9 @@ class HuggingFace:
         if weights is None and (held := components_in(store, folder)) is not None:
             step, reason, named = _step(store, folder)
             return Match(step, f"weights of {', '.join(held.sets)}; {reason}", named, holds=tuple(held.sets))
+        only = None if folder.alone else kind_of_only(folder)
+        if weights is None and only and step_name(folder_name(store, folder), strict=True):
+            weights = find_set(store, folder, only)
         if weights is None:
             near = 0.3 if "config.json" in folder.files else 0.0
             return Declined(
@@ -50,6 +57,10 @@ class HuggingFace:
         step, reason, named = _step(store, folder)
         return Match(step, f"{_evidence(store, folder, weights)}; {reason}", named)
 
+    def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Entry]]:
+        """Safetensors files with names of a script's own: by series, and by themselves."""
+        yield from series_of_models(folder, (".safetensors",), partial(_holds_model, store))
+
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """None: nothing names the step to resume from, the Trainer takes the highest number."""
         return None
@@ -57,6 +68,11 @@ class HuggingFace:
     def read(self, store: Store, folder: Folder, match: Match, options: Options) -> Catalog:
         """The Catalog of one folder."""
         return HuggingFaceReading(store, folder, options).catalog(match.step, self.name)
+
+
+def _holds_model(store: Store, folder: Folder) -> bool | None:
+    content = open_weights(store, folder, "", MODEL_KINDS[0]).content
+    return None if content is None else are_of_module(content.arrays)
 
 
 def _foreign(store: Store, folder: Folder) -> str:
@@ -97,7 +113,10 @@ def _step(store: Store, folder: Folder) -> tuple[int, str, int | None]:
         if type(step) is int and 0 <= step < 1 << 53:
             named = _OWN_NAME.fullmatch(name)
             return step, f"{TRAINER_STATE} records global_step={step}", int(named[1]) if named else None
-    found = _STEP_FOLDER.fullmatch(name)
+    found = None if folder.alone else _STEP_FOLDER.fullmatch(name)
     if found:
         return int(found[1] or found[2]), "its step is the folder's number", None
+    number = step_of_file(store, folder) if folder.alone else step_name(name, strict=True)
+    if number:
+        return number.number, "its step is the number in its name", None
     return 0, "nothing tells a step", None

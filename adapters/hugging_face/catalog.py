@@ -23,6 +23,7 @@ from auditor.adapters.hugging_face.files import (
     MODEL_KINDS,
     Kind,
     Weights,
+    kind_of_only,
     open_json,
     open_weights,
 )
@@ -40,6 +41,7 @@ from auditor.adapters.hugging_face.tensors import (
 )
 from auditor.adapters.hugging_face.trainer_files import TRAINER_STATE, Listings, TrainerFiles, has_trained_siblings
 from auditor.adapters.step_file import Opened
+from auditor.adapters.step_names import is_part
 from auditor.adapters.ties import distinct
 from auditor.model.catalog import WITHHELD, Catalog, Problem, ProblemKind, Role, Scalar
 from auditor.model.dtype import FLOAT32, DType
@@ -70,6 +72,8 @@ class HuggingFaceReading:
         """The Catalog of the folder."""
         self._add_small_files()
         models, adapters = (self._sets(kinds) for kinds in (MODEL_KINDS, ADAPTER_KINDS))
+        only = None if models or adapters else kind_of_only(self.folder)
+        models = self._sets([only]) if only else models
         placed = [self._read_set(found[0]) for found in (models, adapters) if found]
         placed += [self._read_set(found) for found in self.components.sets.values()]
         for other in (*models[1:], *adapters[1:]):
@@ -103,7 +107,7 @@ class HuggingFaceReading:
         place = kind.place(name)
         if place:
             return f"one file of {place[1]} was named: whether the others are there was not looked at"
-        return "" if name == kind.single else "a single file was named: what belongs to it is not known"
+        return "a single file was named: what belongs to it is not known" if is_part(name) else ""
 
     # Files
 

@@ -22,6 +22,7 @@ from typing import Any
 from auditor.adapters.adapter import Folder
 from auditor.adapters.other_tensors import inner_tensors, is_tensor, kind_of
 from auditor.adapters.step_file import Opened
+from auditor.adapters.step_names import is_part
 from auditor.containers.damage import DamagedError
 from auditor.containers.json_document import read_json
 from auditor.containers.pickle_machine import Opaque
@@ -158,6 +159,13 @@ def kind_alone(name: str) -> Kind | None:
 def open_safetensors(store: Store, folder: Folder, name: str) -> Opened[Weights]:
     """Open one safetensors file, whatever it is called."""
     return open_weights(store, folder, name, MODEL_KINDS[0])
+
+
+def kind_of_only(folder: Folder) -> Kind | None:
+    """The kind of a folder's one safetensors file, where a script has given it a name of its own."""
+    names = [name for name in folder.files if name.endswith(".safetensors")]
+    only = len(names) == 1 and kind_alone(names[0]) is MODEL_KINDS[0] and not is_part(names[0])
+    return Kind(names[0].removesuffix(".safetensors"), "safetensors", "safetensors") if only else None
 
 
 def open_weights(store: Store, folder: Folder, name: str, kind: Kind) -> Opened[Weights]:

@@ -15,7 +15,7 @@ from auditor.adapters.adapter import Folder
 from auditor.adapters.hugging_face.files import Kind, kind_alone, open_json
 from auditor.adapters.step_file import Opened
 from auditor.model.catalog import FileState
-from auditor.storage.store import Store, join
+from auditor.storage.store import Store, base_name, join
 
 MAX_FILES = 1 << 14
 """Files of the largest set that is believed."""
@@ -81,7 +81,7 @@ def find_set(store: Store, folder: Folder, kind: Kind) -> WeightSet | None:
     """The set of one kind, None where the folder has no file of it."""
     if folder.alone:
         (name,) = folder.files
-        return WeightSet(kind, (name,)) if kind_alone(name) == kind else None
+        return WeightSet(kind, (name,)) if kind_alone(name or base_name(folder.path)) == kind else None
     places = {name: place for name in folder.files if (place := kind.place(name))}
     single = kind.single in folder.files
     index = read_index(store, folder, kind.index, kind.part) if kind.index in folder.files else None

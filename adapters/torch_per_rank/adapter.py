@@ -2,9 +2,10 @@
 
     <step folder>/<stem>rank<N><rest>.pt       e.g. rank_0.pt, rank_1.pt or checkpoint_rank0.pth
 
-Files belong together if their names differ in the number after ``rank`` alone; there are at least two, or one that
-records a ``world_size`` above 1. Each holds a model's state dict (under ``model``, ``state_dict``, ``module``,
-``model_state_dict``, or the whole file is one) and perhaps an optimizer's in torch's integer-keyed form.
+Files belong together if their names differ in the number after ``rank`` alone; where there is but one, and it records
+no ``world_size``, that is all of the step (INT013 speaks where other saves have more). Each holds a model's state dict
+(under ``model``, ``state_dict``, ``module``, ``model_state_dict`` and the like, or the whole file is one) and perhaps
+an optimizer's in torch's integer-keyed form.
 
 A tensor is a replica over ``dp`` only if every file has it with one shape and dtype, and nothing says otherwise:
 records of DTensor or ShardedTensor mean that files hold parts, recorded tensor- or pipeline-parallel sizes above 1 that
@@ -20,7 +21,7 @@ import re
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.torch_per_rank.catalog import PerRankReading
-from auditor.adapters.torch_per_rank.files import STEPS, Series, rank_state, recorded, series_in
+from auditor.adapters.torch_per_rank.files import NAME, STEPS, Series, rank_state, recorded, series_in
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Store, base_name
 
@@ -34,7 +35,7 @@ class TorchPerRank:
     """The adapter."""
 
     name = "torch-per-rank"
-    looks_for = "at least two files that differ in the number after `rank` alone (rank_0.pt, rank_1.pt), with a model"
+    looks_for = "files that differ in the number after `rank` alone (rank_0.pt, rank_1.pt), with a model"
 
     def recognise(self, store: Store, folder: Folder) -> Match | Declined:
         """By one series of rank files of which a readable one holds a model's state dict."""
@@ -55,13 +56,12 @@ class TorchPerRank:
         number = _STEP_FOLDER.fullmatch(base_name(folder.path))
         stated = int(number[1]) if number else None
         steps: list[int] = []
-        num_models = world = 0
+        num_models = 0
         for name in series.names.values():
             file = StepFile.read(store, folder, name)
             if file.content and not rank_state(file).found:
                 return Declined(f"{name} holds no model's state dict", 0.2)
             num_models += file.content is not None
-            world = max(world, recorded(file, "world_size") or 0)
             step = recorded(file, *STEPS)
             steps += [step] if step is not None else []
             # A stale file must not decide alone: the folder's number or another file has to agree.
@@ -69,14 +69,14 @@ class TorchPerRank:
                 break
         if folder.alone:
             (name,) = folder.files
+            if not NAME.fullmatch(name):
+                return Declined("its name is not that of a rank's file", 0.1)
             if not num_models and not name.endswith(_TORCH_NAMES):
                 return Declined("it could not be read as a torch file", 0.1)
             reason = "a torch file with a model" if num_models else "a torch file by name"
             return Match(steps[0] if steps else 0, reason)
         if not num_models:
             return Declined(f"none of {len(series.names)} rank files could be read", 0.4)
-        if len(series.names) < 2 and world < 2:
-            return Declined("there is a single rank file, and it records no world_size above 1", 0.4)
         agreed = next((step for step in steps if step == stated or steps.count(step) > 1), None)
         step = next((s for s in (agreed, stated if len(steps) > 1 else None, *steps, stated) if s is not None), 0)
         return Match(step, f"{len(series.names)} files {series.head}*{series.tail}, each with a model")

@@ -25,6 +25,7 @@ from auditor.adapters.torch_per_rank.files import (
     STEPS,
     Series,
     averages,
+    flat_parameter,
     is_buffer,
     looks_cut,
     lost_keys,
@@ -42,6 +43,11 @@ from auditor.storage.store import Store, join
 
 _SCALERS = ("scaler", "grad_scaler", "scaler_state_dict")
 _WRAPPER = "module."
+_OTHERS = (
+    "one rank's file was named: the other ranks' were not looked at",
+    "it holds one rank's part of its tensors: where the other ranks' are is not known",
+)
+_UNKNOWN = "a single file was named: what belongs to it is not known"
 
 Slot = tuple[Role, str, str]
 """Role, tensor name, key in the file."""
@@ -60,24 +66,26 @@ class PerRankReading:
             unread = StepFile.unopened(folder, name)
             read[rank] = unread if skip else StepFile.read(store, folder, name, budget)
             world = recorded(read[rank], "world_size")
-            worlds.update([world] if world and world <= min(MAX_RANKS, MAX_LOST * len(series.names)) else [])
+            # A file that is no rank's may be what one of many ranks saved for all.
+            believed = world and not series.whole and world <= min(MAX_RANKS, MAX_LOST * len(series.names))
+            worlds.update([world] if world and believed else [])
         states = {rank: rank_state(file) for rank, file in read.items() if file.content}
-        self.ranks_counted = not worlds and not folder.alone
+        alone = folder.alone or series.whole
+        self.ranks_counted = not worlds and not alone
         if not worlds:
             most = MAX_LOST * len(series.names)
             worlds.update(n for state in states.values() for n in state.reader.num_ranks() if max(read) < n <= most)
         self.world = worlds.most_common(1)[0][0] if worlds else 1 + max(read, default=0)
-        if folder.alone:
+        if alone:
             self.world = max(self.world, *(rank + 1 for rank in read))
         self.leftovers = [*series.doubles, *(series.names[rank] for rank in read if rank >= self.world)]
-        ranks = read if folder.alone else range(self.world)
+        ranks = read if alone else range(self.world)
         self.files = {rank: read[rank] if rank in read else StepFile.absent(series.name(rank)) for rank in ranks}
-        of_rank = folder.alone and (self.world > 1 or bool(series.tail))
-        self.others = "one rank's file was named: the other ranks' were not looked at" if of_rank else ""
-        alone = "a single file was named: what belongs to it is not known" if folder.alone else ""
-        self.unseen = self.others or alone
+        of_rank = alone and (self.world > 1 or bool(series.tail))
+        self.others = _OTHERS[series.whole] if of_rank else ""
+        self.unseen = self.others or ("" if series.whole or not alone else _UNKNOWN)
         self.states = {rank: state for rank, state in states.items() if rank in self.files}
-        self.grid = find_grid(self.states, self.world)
+        self.grid = find_grid(self.states, self.world, whole=series.whole)
         self.wrapped = all(
             key.startswith(_WRAPPER) for s in self.states.values() for key in (*s.model, *s.parts)
         )  # DDP's own prefix is no part of the model's names; a model may also have a submodule called `module`.
@@ -92,6 +100,8 @@ class PerRankReading:
         """What says that rank files are no replicas, and it isn't known what they are."""
         if any(state.parts for state in self.states.values()):
             return "rank files hold records of DTensor or ShardedTensor: parts, not replicas"
+        if self.series.whole:
+            return next(filter(None, map(flat_parameter, self.files.values())), self.grid.reason)
         writers = {rank: state.reader.writer for rank, state in self.states.items()}
         if writers and all(writer not in (None, rank) for rank, writer in writers.items()):
             return "files are numbered otherwise than the ranks that wrote them"
@@ -347,7 +357,7 @@ class PerRankReading:
                     path = join(self.folder.path, file.name)
                     self.builder.scalars.append(Scalar(name, float(value), path, self.grid.place(rank)))
             stated = recorded(file, "world_size")
-            if stated not in (None, self.world):
+            if stated not in (None, self.world) and not self.series.whole:
                 self._problem(
                     ProblemKind.METADATA, file.name, f"records world_size {stated}, others {self.world}", rank
                 )
@@ -374,7 +384,7 @@ class PerRankReading:
         if root and root["head"] == self.series.head and int(root["rank"]) != rank:
             return f"was saved as {file.content.root if file.content else ''}"
         writer = self.states[rank].reader.writer if rank in self.states else None
-        if writer not in (None, rank) and not self.doubt:
+        if writer not in (None, rank) and not self.doubt and not self.series.whole:
             return f"holds what rank {writer} saved"
         own = recorded(file, "rank")
         return f"records rank {own}" if several and own not in (None, rank) else ""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from auditor.adapters.adapter import MAX_RANKS, Folder
+from auditor.adapters.file_steps import are_of_module
 from auditor.adapters.optimizer_index import IndexedState, indexed_state
 from auditor.adapters.other_tensors import inner_tensors, is_tensor, kind_of
 from auditor.adapters.step_file import StepFile
@@ -19,10 +20,10 @@ from auditor.model.dtype import Kind
 NAME = re.compile(r"(?P<head>(?:.*?(?<![a-z]))?rank[-_.]?)(?P<rank>\d{1,6})(?P<tail>(?:\D.*)?\.(?:pt|pth|bin|ckpt))")
 _OTHER_AXIS = re.compile(r"(?:^|.*[^a-z])(?:mp|tp|pp|ep|cp|sp|zero|tensor|pipeline|expert)[-_.]rank[-_.]?")
 """Ranks of another axis than data-parallel ones."""
-_MODELS = ("model", "state_dict", "module", "model_state_dict")
+_MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state", "net", "weights", "params")
 AVERAGES = ("ema", "model_ema", "ema_model", "ema_state_dict", "state_dict_ema", "ema_model_state_dict")
 """Under which scripts keep a moving average of the model's weights: a second state dict."""
-STEPS = ("step", "iteration", "global_step", "global_steps")
+STEPS = ("step", "iteration", "global_step", "global_steps", "iter_num", "iter", "num_updates")
 _SETTINGS = ("args", "config", "cfg", "hparams", "hyper_parameters")
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_parallel_size", "tensor_parallel_size",
           "pipeline_parallel_size", "tp_size", "pp_size", "tp", "pp", "local_steps", "sync_every", "diloco_sync_steps",
@@ -31,8 +32,9 @@ _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "model_p
 _BUFFER = re.compile(r"(?:.*\.)?(?:running_mean|running_var|num_batches_tracked)")
 _LIVE = "current_model_state"
 """Where Lightning's ``WeightAveraging`` puts the weights; ``state_dict`` then holds their average."""
-_LIGHTNING = "optimizer_states"
-_OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict")
+_OPTIMIZERS = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state",
+               "optimizer_states", "optimizers", "last_optimizer_state")  # fmt: skip
+"""Under which scripts keep the optimizer's state; Lightning keeps a list of them (``optimizer_states``)."""
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
 """What FSDP1 calls the parameters of one unit laid end to end, of which each rank has a part."""
 
@@ -46,6 +48,8 @@ class Series:
     names: Mapping[int, str]
     """By rank."""
     doubles: Sequence[str] = ()
+    whole: bool = False
+    """Whether its one file is all that was saved, not one rank's."""
 
     def name(self, rank: int) -> str:
         """The file of a rank, its number as long as the others' are where those begin with zeros."""
@@ -118,17 +122,21 @@ def rank_state(file: StepFile) -> RankState:
     """The model's and the optimizer's state of one file."""
     reader = PartReader()
     state = _model(file, reader)
-    saved = next((key for key in _OPTIMIZERS if key in file.tree), "")
-    content = file.tree.get(saved)
-    listed = file.tree.get(_LIGHTNING)
-    if not saved and isinstance(listed, list) and len(listed) == 1:
-        # Lightning's list of all optimizers, of which nearly all models have one.
-        saved, content = f"{_LIGHTNING}.0", listed[0]
-    optimizer = indexed_state(_whole(content, reader)) if state.found else None
+    saved, kept = _saved_optimizer(file.tree)
+    optimizer = indexed_state(_whole(kept, reader)) if state.found else None
     if optimizer:
         flat = [tensor for name, tensor in state.parameters().items() if _FLAT.fullmatch(name)]
         optimizer = _with_flat_state(optimizer, flat)
     return replace(state, reader=reader, optimizer=optimizer, saved=saved)
+
+
+def _saved_optimizer(tree: Mapping[Any, Any]) -> tuple[str, object]:
+    """Where an optimizer's state is in a file, and that; of several nothing, as nothing tells which is whose."""
+    key = next((key for key in _OPTIMIZERS if key in tree), "")
+    kept = tree.get(key)
+    if isinstance(kept, list):
+        return (f"{key}.0", kept[0]) if len(kept) == 1 else (key, None)
+    return key, kept
 
 
 def _model(file: StepFile, reader: PartReader) -> RankState:
@@ -139,6 +147,12 @@ def _model(file: StepFile, reader: PartReader) -> RankState:
     state = _state_dict(file.tree, "", reader)
     distributed = any(map(is_part, file.tree.values()))
     return state if 2 * len(state.model) > len(file.tree) or distributed else RankState()
+
+
+def holds_model(file: StepFile) -> bool:
+    """Whether a file that nobody named holds a model: a state dict by its place or by its tensors' names."""
+    state = rank_state(file)
+    return state.found and (bool(state.path) or are_of_module((*state.model, *state.parts)))
 
 
 def _whole(saved: object, reader: PartReader) -> object:
@@ -249,13 +263,20 @@ def looks_cut(state: RankState, num_ranks: int) -> str:
     return ""
 
 
-def parallel_setting(file: StepFile) -> str:
-    """A recorded setting, or a name, by which ranks hold different parts or weights of their own."""
+def flat_parameter(file: StepFile) -> str:
+    """A name by which the file holds a part of what several ranks hold together."""
     for inside in filter(None, map(file.tree.get, _MODELS)):
         named = inside.items() if isinstance(inside, dict) else ()
         flat = (name for name, value in named if isinstance(name, str) and isinstance(value, StoredTensor))
         for name in filter(_FLAT.fullmatch, flat):
             return f"{name} is FSDP's: of flat parameters each rank has a part"
+    return ""
+
+
+def parallel_setting(file: StepFile) -> str:
+    """A recorded setting, or a name, by which ranks hold different parts or weights of their own."""
+    if flat := flat_parameter(file):
+        return flat
     for key in _SETTINGS:
         settings = file.tree.get(key)
         values = settings.attributes() if isinstance(settings, Opaque) else settings

@@ -74,16 +74,19 @@ class RankGrid:
         return coordinates_along(tuple((name, range(self.mesh.degree(name))) for name in axes)) if axes else ()
 
 
-def find_grid(states: Mapping[int, RankState], num_ranks: int) -> RankGrid:
-    """The mesh that the records of parts tell; of files without any, the ranks are data-parallel."""
+def find_grid(states: Mapping[int, RankState], num_ranks: int, *, whole: bool = False) -> RankGrid:
+    """The mesh that the records of parts tell; of files without any, the ranks are data-parallel.
+
+    ``whole``: one file is all that was saved, so that nothing tells of ranks but such records.
+    """
     found: dict[RankMesh, int] = {}
     for state in states.values():
         for mesh, count in state.reader.roots.values():
             found[mesh] = found.get(mesh, 0) + count
-    whole = {mesh: count for mesh, count in found.items() if mesh.covers(num_ranks)}
-    if whole:
-        return RankGrid(max(whole, key=lambda mesh: (whole[mesh], len(mesh.axes))), num_ranks)
-    plain = grid(("dp",), (num_ranks,))
+    fitting = {mesh: count for mesh, count in found.items() if mesh.covers(num_ranks)}
+    if fitting:
+        return RankGrid(max(fitting, key=lambda mesh: (fitting[mesh], len(mesh.axes))), num_ranks)
+    plain = grid((), ()) if whole and num_ranks == 1 else grid(("dp",), (num_ranks,))
     if not found:
         return RankGrid(plain, num_ranks)
     sizes = " · ".join(map(str, next(iter(found)).sizes))

@@ -10,7 +10,7 @@ from functools import partial
 
 from auditor.comparison.holding import Holding, Source, failures_of
 from auditor.containers.damage import DamagedError
-from auditor.discovery import StepSource, one_run
+from auditor.discovery import one_run
 from auditor.errors import NothingToAuditError, UsageError
 from auditor.ledger.contents import contents_of
 from auditor.ledger.folder import open_ledger
@@ -22,6 +22,7 @@ from auditor.observe.kernel_choice import choose
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.shares import Everything
 from auditor.settings import Settings
+from auditor.sources import StepSource
 from auditor.storage.roots import open_store
 from auditor.storage.store import ObjectMissingError, StorageError, Store
 

@@ -214,7 +214,9 @@ class Counted:
         if fewest < 1 or new <= old or later <= step:
             return False
         advanced = new - old
-        return (advanced == between or new > later - step) if old <= step else advanced * step == old * (later - step)
+        # A loop that numbers its steps from 0 has counted one more than its number.
+        one_a_step = old <= step + (step > 1)
+        return (advanced == between or new > later - step) if one_a_step else advanced * step == old * (later - step)
 
     @property
     def usual(self) -> tuple[float, float] | None:

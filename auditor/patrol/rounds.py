@@ -204,8 +204,8 @@ class _Round:
         known.findings = [keyed(item.path, finding) for finding in findings] + rotten
         codes = [int(code) for code in ordered(code for run in runs for code in exit_codes(run, report.settings))]
         known.exit_codes = _with_violation(codes) if rotten else codes
-        good = [run.last_good.step for run in report.runs if run.last_good]
-        known.last_good_step = good[0] if len(good) == len(report.runs) == 1 else None
+        good = [run.last_good.step for run in report.asked_for if run.last_good]
+        known.last_good_step = good[0] if len(good) == len(report.asked_for) == 1 else None
         in_progress = any(step.state.commit is Commit.IN_PROGRESS for run in report.runs for step in run.steps)
         # What was refused or changed meanwhile, or isn't finished yet, is looked at again although no key changes.
         again = in_progress or {int(ExitCode.INCOMPLETE), int(ExitCode.CHANGED)} & set(codes)
@@ -216,7 +216,10 @@ class _Round:
 
     def audit(self, item: Found, settings: Settings, ledger: Ledger) -> Report:
         store = store_at(below(self.root, item.path))
-        return audit(store, settings, ledger=ledger, progress=self.told, now=self.now(), run=self.name(item.path))
+        # Runs in its folder were found by themselves.
+        return audit(
+            store, settings, ledger=ledger, progress=self.told, now=self.now(), run=self.name(item.path), nested=False
+        )
 
     def told(self, path: str, num_bytes: int) -> None:
         self.budget.progress(path, num_bytes)

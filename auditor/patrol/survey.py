@@ -13,7 +13,7 @@ from typing import Any
 
 from auditor.adapters.adapter import Folder
 from auditor.adapters.registry import recognise
-from auditor.discovery import holds_file_steps
+from auditor.file_series import holds_file_steps
 from auditor.storage.store import Entry, StorageError, Store, base_name, join
 from auditor.storage.walking import walk
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from auditor.adapters.adapter import Match
-from auditor.discovery import StepSource, discover
+from auditor.discovery import discover
 from auditor.errors import NothingToAuditError
 from auditor.model.catalog import Catalog, FileState, Role
 from auditor.model.name_map import mapped
 from auditor.report.text_report import safe, size
 from auditor.settings import Settings
+from auditor.sources import StepSource
 from auditor.storage.store import Store
 
 MAX_ROWS = 400

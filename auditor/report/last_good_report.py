@@ -4,12 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from auditor.errors import UsageError
 from auditor.invariants.integrity_runs import number_in
-from auditor.reports import RunReport
+from auditor.reports import Report, RunReport
 from auditor.settings import Settings
 
 MAX_REJECTED = 5
 """Lines of one sort; how many more there are is said."""
+
+
+def run_of(report: Report) -> RunReport:
+    """The one run of which the last good step is asked for.
+
+    Raises:
+        UsageError: there are several.
+    """
+    runs = report.asked_for
+    if len(runs) > 1:
+        names = ", ".join(run.path or "." for run in runs)
+        raise UsageError(f"{report.location} holds {len(runs)} runs; name one of them: {names}")
+    return runs[0]
 
 
 def last_good_lines(run: RunReport, settings: Settings) -> Iterator[str]:

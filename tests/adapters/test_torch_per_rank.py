@@ -224,9 +224,9 @@ def test_names_of_other_axes_and_formats_are_declined(pattern):
     assert verdict.reason
 
 
-def test_a_single_file_counts_if_it_records_more_ranks():
-    assert isinstance(verdict_on(ranks({"model": weights()}, 1)), Declined)
-    assert isinstance(verdict_on(ranks({"model": weights(), "world_size": 1}, 1)), Declined)
+def test_one_rank_file_is_a_step_and_says_which_others_lack():
+    for content in ({"model": weights()}, {"model": weights(), "world_size": 1}):
+        assert dict(read(MemoryStore(ranks(content, 1))).mesh.axes) == {"dp": 1}
     catalog = read(MemoryStore(ranks({"model": weights(), "world_size": 3}, 1)))
     assert [f.name for f in catalog.files if f.state is FileState.MISSING] == ["rank_1.pt", "rank_2.pt"]
 

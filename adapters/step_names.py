@@ -1,0 +1,112 @@
+"""Names in which a script put a step: ``model_10.pt``, ``epoch=1-step=100.ckpt``, a folder ``step_10``.
+
+No library writes these names, so they are read as a person would: a number behind a word for steps counts steps; else
+one behind a word for epochs counts epochs; else the last one that stands by itself counts saves. Names that number
+parts of one save (ranks, layers, ``-00001-of-00003``) tell no step.
+Source of Lightning's form: ``lightning/pytorch/callbacks/model_checkpoint.py`` (``{epoch}-{step}``, ``name=value``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TORCH_SUFFIXES = (".pth.tar", ".pt.tar", ".pt", ".pth", ".ckpt", ".chkpt", ".bin", ".th")
+"""How files of ``torch.save`` are called."""
+SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
+
+FOREIGN = re.compile(
+    r".*_(?:model|optim)_states\.pt|model_optim_rng\.pt|distrib_optim\.pt|(?:common|fp32|exp_avg|exp_avg_sq)\.pt"
+    r"|\.metadata|__\d+_\d+\.distcp|.*pytorch_model.*\.bin|adapter_model\.bin|training_args\.bin"
+)
+"""Files of other frameworks: where they lie, files beside them are theirs."""
+
+_NUMBER = re.compile(r"(?P<word>[A-Za-z]*)(?P<gap>[-_=. ]?)(?P<number>\d+(?:\.\d+)?)", re.A)
+_STEPS = frozenset(
+    {"step", "steps", "globalstep", "iter", "iters", "iteration", "iterations", "it", "update", "updates"}
+)
+_EPOCHS = frozenset({"epoch", "epochs", "ep"})
+_CHANGING = _STEPS | _EPOCHS | {"checkpoint"}
+"""Numbers behind these are others in every save; fairseq's ``checkpoint_<epoch>_<update>.pt`` has two."""
+_SAVES = frozenset({"model", "ckpt", "checkpoint", "chkpt", "net", "weights", "state", "snapshot", "save", "params"})
+_PARTS = frozenset({
+    "rank", "layer", "shard", "part", "of", "expert", "stage", "chunk", "worker", "gpu", "node", "device",
+    "consolidated", "tp", "pp", "dp", "mp",
+})  # fmt: skip
+_IDENTITIES = frozenset({"v", "version", "seed", "fold", "run", "exp", "split", "member", "client", "trial", "lr"})
+"""What these number are runs: they never count saves."""
+_LIKELY = re.compile(r"(?:^|[^a-z])(?:model|ckpt|checkpoint|chkpt|weights|snapshot|best|last|latest|final)(?:[^a-z]|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class StepName:
+    """What a name tells of the save that it is of."""
+
+    series: str
+    """The name without what changes from save to save: equal for the saves of one run."""
+    number: int
+    of_epoch: bool = False
+    """Whether it counts epochs."""
+
+
+def stem(name: str) -> str:
+    """A file's name without its suffix."""
+    return next((name[: -len(suffix)] for suffix in SUFFIXES if name.endswith(suffix)), name)
+
+
+def is_part(name: str) -> bool:
+    """Whether a name numbers parts of one save."""
+    return any(found["word"].lower() in _PARTS for found in _NUMBER.finditer(stem(name)))
+
+
+def is_likely(name: str) -> bool:
+    """Whether a file that can't be looked into is called as checkpoints are."""
+    return _LIKELY.search(name.lower()) is not None
+
+
+def step_name(name: str, *, strict: bool = False) -> StepName | None:
+    """The step in a file's or folder's name, None where it tells none.
+
+    ``strict``: where it counts nothing that has a name, it must be behind a word for checkpoints or be the whole name:
+    folders are numbered for many reasons.
+
+    >>> step_name("epoch=1-step=100.ckpt")
+    StepName(series='epoch=#-step=#.ckpt', number=100, of_epoch=False)
+    >>> step_name("gpt2_5.pt"), step_name("resnet50.pt"), step_name("model-00001-of-00003.safetensors")
+    (StepName(series='gpt2_#.pt', number=5, of_epoch=False), None, None)
+    >>> step_name("step_10", strict=True).number, step_name("exp_10", strict=True), step_name("10", strict=True).number
+    (10, None, 10)
+    """
+    body = stem(name)
+    found = list(_NUMBER.finditer(body))
+    words = [item["word"].lower() for item in found]
+    if _PARTS.intersection(words):
+        return None
+    whole = [at for at, item in enumerate(found) if len(item["number"]) < 16 and "." not in item["number"]]
+    at, of_epoch = _counting(found, words, whole, strict=strict)
+    if at < 0:
+        return None
+    changing = {at} | {
+        n for n, item in enumerate(found)
+        if item["gap"] == "=" or words[n] in _CHANGING or ("." in item["number"] and words[n] not in _IDENTITIES)
+    }  # fmt: skip
+    series = body
+    for n in sorted(changing, reverse=True):
+        series = f"{series[: found[n].start('number')]}#{series[found[n].end() :]}"
+    return StepName(series + name[len(body) :], int(found[at]["number"]), of_epoch)
+
+
+def _counting(
+    found: Sequence[re.Match[str]], words: Sequence[str], whole: Sequence[int], *, strict: bool
+) -> tuple[int, bool]:
+    """Which of the numbers counts saves, -1 for none; and whether it counts epochs."""
+    for counted, of_epoch in ((_STEPS, False), (_EPOCHS, True)):
+        if named := [at for at in whole if words[at] in counted]:
+            return named[-1], of_epoch
+    for at in reversed(whole):
+        word, glued = words[at], bool(words[at]) and not found[at]["gap"]
+        alone = not word and len(found) == 1 and found[at].start("number") == 0
+        if word in _SAVES or (alone if strict else not (glued or word in _IDENTITIES)):
+            return at, False
+    return -1, False

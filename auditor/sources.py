@@ -1,0 +1,91 @@
+"""What discovery finds: runs, and their steps with the adapter that reads each."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from auditor.adapters.adapter import Adapter, Declined, Folder, Match, Pointer
+from auditor.storage.store import base_name
+
+
+@dataclass(frozen=True, slots=True)
+class StepSource:
+    """A recognised step."""
+
+    folder: Folder
+    adapter: Adapter
+    match: Match
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """By which the steps of a run are sorted."""
+        return self.match.step, self.folder.path
+
+
+@dataclass(slots=True)
+class RunSource:
+    """A folder whose direct children (or itself) are steps, or a series of files that are."""
+
+    path: str
+    steps: list[StepSource]
+    pointers: list[Pointer] = field(default_factory=list)
+    unrecognised: dict[str, str] = field(default_factory=dict)
+    """What may be a checkpoint but was not recognised or readable, with the reason."""
+    vanished: list[str] = field(default_factory=list)
+    """Folders that were listed and gone when they were looked into."""
+    beside: bool = False
+    """Whether it lies in another run's folder (``last.ckpt`` beside the steps, a folder ``best``): it is audited, and
+    is not what is meant where one run is asked for."""
+
+
+@dataclass(slots=True)
+class Nearest:
+    """What came nearest to being a checkpoint."""
+
+    nearness: float = -1.0
+    text: str = ""
+
+    def consider(self, path: str, declined: dict[str, Declined]) -> None:
+        """Keep a verdict if it is nearer."""
+        for name, verdict in declined.items():
+            if verdict.nearness > self.nearness:
+                self.nearness, self.text = verdict.nearness, f"{path or '.'} as {name}: {verdict.reason}"
+
+
+def pattern_of(path: str, *, whole: bool = False) -> str:
+    """A folder's or file's name, or its ``whole`` path, with its numbers taken out."""
+    return re.sub(r"\d+", "#", path if whole else base_name(path))
+
+
+def asked_for(runs: Sequence[RunSource]) -> list[RunSource]:
+    """Of the runs below a path those that are meant where one run is asked for."""
+    return [run for run in runs if not run.beside] or list(runs)
+
+
+def numbered(steps: Sequence[StepSource]) -> list[StepSource]:
+    """The steps of one run in order, by the numbers in their names where those are steps (:attr:`Match.numbered`).
+
+    They are if most files record the step that their names tell: one that records another is then a stale or a copied
+    file (INT005). Else names count something else (epochs, saves, from 1 instead of 0), and what is recorded counts.
+    """
+    told = Counter(one.match.numbered == one.match.step for one in steps if one.match.numbered is not None)
+    if told[True] > told[False]:
+        steps = [
+            one if one.match.numbered is None else replace(one, match=replace(one.match, step=one.match.numbered))
+            for one in steps
+        ]
+    return sorted(steps, key=lambda one: one.order)
+
+
+def of_one_moment(steps: Sequence[StepSource]) -> bool:
+    """Whether files are numbered otherwise than by steps, as members of an ensemble are.
+
+    They record one and the same step then, which none of them is named after.
+    """
+    recorded = {one.match.step for one in steps}
+    return len(steps) > 1 and len(recorded) == 1 and all(
+        one.match.numbered not in (None, one.match.step) for one in steps
+    )  # fmt: skip
