@@ -15,10 +15,11 @@ from auditor import __version__
 from auditor.errors import AuditorError, LockedError, NothingToAuditError, UsageError
 
 from auditor.cli_options import (  # isort: skip
-    Baseline, Bisect, Calibrate, CandidatePath, ComputeDtype, Config, Exact, FailOn, Format, Ignore, Kernels,
-    LearningRate, LedgerPath, LevelName, MapName, MaxBytes, Only, Power, Propose, ReferencePath, Rename, Resume,
-    RunPath, RunPaths, Scheduler, Select, Settle, ShardOf, Shards, Steps, Strict, StrictBuffers, Tensors, Threads,
-    Tokens, Verbose, Without, parse_path, text_or_json,
+    Baseline, Bisect, BudgetBytes, BudgetSeconds, Calibrate, CandidatePath, ComputeDtype, Config, Exact, FailOn,
+    Format, Ignore, JUnit, Kernels, LearningRate, LedgerPath, LevelName, Lines, MapName, MaxBytes, Only, PatrolLedger,
+    PatrolRoot, Power, Prometheus, Propose, ReferencePath, Rename, Reread, Resume, RunPath, RunPaths, RunsOf,
+    Scheduler, Select, Settle, ShardOf, Shards, Steps, Strict, StrictBuffers, Tensors, Threads, Tokens, Verbose,
+    Webhook, Without, folder_of_shares, json_is_wanted, parse_path, parse_share, text_or_json,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -187,19 +188,11 @@ def export(
 
 @app.command()
 def patrol(
-    root: Annotated[str, typer.Argument(metavar="URL", parser=parse_path, help="Where runs lie, at any depth.")],
-    ledger: Annotated[str, typer.Option("--ledger", metavar="URL", envvar="AUDITOR_LEDGER", help="Kept there.")],
-    level: LevelName = None, select: Select = None, ignore: Ignore = None, fail_on: FailOn = None,
-    strict: Strict = None, settle: Settle = None, config: Config = None, threads: Threads = None,
-    max_bytes: MaxBytes = None, baseline: Baseline = None,
-    budget_bytes: Annotated[str, typer.Option(metavar="500G", help="Begin no step after so much was read.")] = "0",
-    budget_seconds: Annotated[str, typer.Option(metavar="50m", help="Begin no step after so long.")] = "0",
-    reread: Annotated[str, typer.Option(metavar="2%", help="Read this share of the old steps again.")] = "0",
-    shard_of: Annotated[str, typer.Option(metavar="I/N", help="Only a part of the runs.")] = "1/1",
-    webhook: Annotated[str, typer.Option(envvar="AUDITOR_WEBHOOK", metavar="URL", help="Told what is new.")] = "",
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML.")] = None,
-    prometheus: Annotated[Path | None, typer.Option(metavar="FILE.prom", help="Also write metrics.")] = None,
-    format: Annotated[str, typer.Option("--format", metavar="text|json|jsonl", help="What is printed.")] = "text",
+    root: PatrolRoot, ledger: PatrolLedger, level: LevelName = None, select: Select = None, ignore: Ignore = None,
+    fail_on: FailOn = None, strict: Strict = None, settle: Settle = None, config: Config = None,
+    threads: Threads = None, max_bytes: MaxBytes = None, baseline: Baseline = None, budget_bytes: BudgetBytes = "0",
+    budget_seconds: BudgetSeconds = "0", reread: Reread = "0", shard_of: RunsOf = "1/1", webhook: Webhook = "",
+    junit: JUnit = None, prometheus: Prometheus = None, format: Lines = "text",
 ) -> None:  # fmt: skip
     """Audit every run below a prefix that changed since the last time, newest first; for cron. See docs/patrol.md."""
     from auditor.patrol.command import choices_of, printer, round_of, write_files
@@ -285,23 +278,21 @@ def _audit(paths: Sequence[str], settings: Settings, shards: Path | None = None)
     from auditor.ledger.folder import open_ledger
     from auditor.storage.local import LocalStore
 
+    shared = LocalStore(folder_of_shares(shards)) if shards else None
     store = _store(paths)
     ledger = open_ledger(settings.ledger, store) if settings.ledger else None
     with _progress() as progress:
-        shared = LocalStore(shards) if shards else None
         return audit(store, settings, progress=progress, shares=shared, ledger=ledger)
 
 
 def _measure_share(paths: Sequence[str], settings: Settings, text: str, folder: Path | None) -> None:
     from auditor.audit import audit_share
 
-    number, slash, of = text.partition("/")
-    if not (number.isdecimal() and slash and of.isdecimal()):
-        raise UsageError(f"--shard-of {text}: write 3/8 for the third of eight")
+    number, of = parse_share(text)
     if folder is None:
         raise UsageError("--shard-of needs --shards FOLDER, where to write what was measured")
     with _progress() as progress:
-        share = audit_share(_store(paths), settings, int(number), int(of), str(folder), progress=progress)
+        share = audit_share(_store(paths), settings, number, of, str(folder), progress=progress)
     units = sum(len(step["units"]) for step in share.steps)
     print(f"{folder / share.name}: {units} units of {len(share.steps)} steps measured, nothing judged yet")
 
@@ -370,10 +361,13 @@ def main() -> None:
         sys.stdout = None
         raise SystemExit(INCOMPLETE) from None
     except OSError as error:
-        _fail(f"the report could not be written: {error}", INCOMPLETE)
+        # Standard output may be what does not take it: no document then.
+        _say(f"the report could not be written: {error}")
+        raise SystemExit(INCOMPLETE) from None
     except Exception as error:  # the last place where a bug can be told from a finding
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error of the command line library
             error.show()
+            _print_failure(getattr(error, "format_message", error.__str__)(), error.exit_code)
             raise SystemExit(error.exit_code) from None
         _fail(f"internal error: {type(error).__name__}: {error}. Set AUDITOR_TRACEBACK=1 to see where", INTERNAL)
     raise SystemExit(code if isinstance(code, int) else 0)
@@ -388,7 +382,16 @@ def _fail(message: str, code: int) -> NoReturn:
         traceback.print_exc()
     for line in message.splitlines():
         _say(line)
+    _print_failure(message, code)
     raise SystemExit(code)
+
+
+def _print_failure(message: str, code: int) -> None:
+    """What reads the document must find one, also where there is no report."""
+    if json_is_wanted(sys.argv[1:]):
+        from auditor.report.json_report import failure
+
+        print(failure(message, code))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +28,36 @@ def text_or_json(format: str) -> None:
     """
     if format not in ("text", "json"):
         raise UsageError(f"--format {format}: neither text nor json")
+
+
+def json_is_wanted(arguments: Sequence[str]) -> bool:
+    """Whether a command line that could not be carried out asks for JSON."""
+    asked = [*pairwise(arguments), *(argument.split("=", 1) for argument in arguments)]
+    stated = [value for name, *rest in asked if name == "--format" for value in rest]
+    return (stated or [os.environ.get("AUDITOR_FORMAT", "")])[0] in ("json", "jsonl")
+
+
+def folder_of_shares(folder: Path) -> Path:
+    """A folder from which shares can be joined.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not folder.is_dir():
+        raise UsageError(f"--shards {folder}: there is no such folder; --shard-of I/N measures a share and makes it")
+    return folder
+
+
+def parse_share(text: str) -> tuple[int, int]:
+    """Number and count of ``3/8``.
+
+    Raises:
+        UsageError: it says something else.
+    """
+    number, slash, of = text.partition("/")
+    if not (number.isdecimal() and slash and of.isdecimal()):
+        raise UsageError(f"--shard-of {text}: write 3/8 for the third of eight")
+    return int(number), int(of)
 
 
 RunPaths = Annotated[
@@ -96,3 +129,13 @@ Tokens = Annotated[int, typer.Option(min=0, help="Tokens a batch: the longest su
 LearningRate = Annotated[float | None, typer.Option(min=0, help="Where none is recorded.")]
 Power = Annotated[bool, typer.Option("--power", help="Also the smallest planted errors that would have been found.")]
 Propose = Annotated[bool, typer.Option("--propose", help=r"Print \[\[map]] tables for tensors without a counterpart.")]
+PatrolRoot = Annotated[str, typer.Argument(metavar="URL", parser=parse_path, help="Where runs lie, at any depth.")]
+PatrolLedger = Annotated[str, typer.Option("--ledger", metavar="URL", envvar="AUDITOR_LEDGER", help="Kept there.")]
+BudgetBytes = Annotated[str, typer.Option(metavar="500G", help="Begin no step after so much was read.")]
+BudgetSeconds = Annotated[str, typer.Option(metavar="50m", help="Begin no step after so long.")]
+Reread = Annotated[str, typer.Option(metavar="2%", help="Read this share of the old steps again.")]
+RunsOf = Annotated[str, typer.Option(metavar="I/N", help="Only a part of the runs.")]
+Webhook = Annotated[str, typer.Option(envvar="AUDITOR_WEBHOOK", metavar="URL", help="Told what is new.")]
+JUnit = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write JUnit XML.")]
+Prometheus = Annotated[Path | None, typer.Option(metavar="FILE.prom", help="Also write metrics.")]
+Lines = Annotated[str, typer.Option("--format", metavar="text|json|jsonl", help="What is printed.")]

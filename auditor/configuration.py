@@ -166,7 +166,9 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
+        raise UsageError(f"{path}: the configuration can't be read: {error.strerror or error}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path}: {error}") from error
 
 
@@ -307,5 +309,7 @@ def read_baseline(path: Path) -> Known:
             for finding in run["findings"]
             for x in finding["locations"]
         ) | {(f["id"], f["message"]) for run in runs for f in run["findings"] if not f["locations"]}
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except OSError as error:
+        raise UsageError(f"--baseline {path}: it can't be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"--baseline {path}: no report of `auditor check --format json` ({error})") from error

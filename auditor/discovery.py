@@ -12,6 +12,7 @@ from auditor.adapters.registry import adapters, recognise
 from auditor.containers.ahead import several
 from auditor.containers.signature import looks_like
 from auditor.containers.zarr_names import escape
+from auditor.empty_step import empty_step
 from auditor.errors import NothingToAuditError, UsageError
 from auditor.file_series import checkpoint_in, file_runs
 from auditor.sources import Nearest, RunSource, StepSource, asked_for, numbered, pattern_of
@@ -184,19 +185,18 @@ def _look(store: Store, entry: Entry) -> tuple[Folder, tuple[Adapter, Match] | d
 
 
 def _as_run(store: Store, folder: Folder, run: RunSource, others: list[Folder]) -> RunSource:
-    run.steps = numbered(run.steps)
-    stems = {pattern_of(source.folder.path) for source in run.steps}
+    like = {pattern_of(source.folder.path): source for source in run.steps}
     for other in others:
-        if pattern_of(other.path) not in stems:
+        beside = like.get(pattern_of(other.path))
+        if beside is None:
             continue
         if _is_gone(store, other):
             run.vanished.append(other.path)
+        elif not (other.files or other.folders) and (lost := empty_step(other, beside)):
+            run.steps.append(lost)
         else:
-            run.unrecognised[other.path] = (
-                "named like a step, but nothing in it is recognised"
-                if (other.files or other.folders)
-                else "named like a step, but empty"
-            )
+            run.unrecognised[other.path] = "named like a step, but nothing in it is recognised"
+    run.steps = numbered(run.steps)
     for adapter in {source.adapter.name: source.adapter for source in run.steps}.values():
         for root in store.roots if isinstance(store, UnionStore) else (store,):
             try:

@@ -615,8 +615,15 @@ def test_odd_thing_in_place_of_a_file_is_never_a_good_step(run, kind):
     assert report["last_good_step"] == 3
 
 
-def test_step_folder_that_is_empty_is_reported(run):
+def test_step_folder_that_is_empty_is_a_step_that_lost_its_files(run):
     (run / "global_step9").mkdir()
+    young = report_on(run)
+    assert (young["exit_code"], young["steps"][-1]["commit"]) == (0, "in progress")
+    os.utime(run / "global_step9", (1e9, 1e9))
     report = report_on(run)
-    assert report["exit_code"] == INCOMPLETE
-    assert [folder["path"] for folder in report["unrecognised"]] == ["global_step9"]
+    (finding,) = report["findings"]
+    assert (report["exit_code"], finding["id"], finding["consequences"]) == (VIOLATED, "INT004", ["INT001"])
+    (run / "global_step9").rmdir()
+    (run / "global_step4").mkdir()
+    report = report_on(run)
+    assert (ids(report), report["last_good_step"], report["unrecognised"]) == (["INT001"], 6, [])

@@ -87,7 +87,7 @@ FAULTS = {
         "REP001",
         lambda run: rewrite(run, 40, NORM, "master", as_float(lambda x: x * 1.01), "tp=1"),
     ),
-    "NaN in a weight": ("CST001", lambda run: poke(run, 40, WEIGHT, value=0x7FC0)),
+    "NaN in a weight": ("NUM001", lambda run: poke(run, 40, WEIGHT, value=0x7FC0)),
     "infinity in a moment": ("NUM001", lambda run: poke(run, 40, WEIGHT, "first_moment", value=0x7F800000)),
     "weights all zero": ("CST001", lambda run: rewrite(run, 40, WEIGHT, "parameter", np.zeros_like)),
     "one weight off by two ulps": ("CST001", lambda run: poke(run, 40, WEIGHT, flip=2)),

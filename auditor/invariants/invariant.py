@@ -88,7 +88,7 @@ class Invariant:
     """Whether it goes before the others of its family, whatever its number: it explains them."""
     ranks_as: str = ""
     """The family at whose place in the order of precedence it stands, where that is not its own: a file of another save
-    explains what doesn't fit it, as a lost one does."""
+    explains what doesn't fit it, as a lost one does; a NaN in one replica, that it differs from the others."""
     one_fault: bool = False
     """Whether subjects that violate it in different steps are still one fault (a drift, spreading NaNs)."""
 

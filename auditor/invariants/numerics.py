@@ -228,7 +228,7 @@ INVARIANTS = (
         example="4.mlp.dense_4h_to_h.weight (second_moment) holds 3 numbers that are not finite",
         misses="Finite nonsense: nearly all hardware corruption is finite (about 99 %, arXiv 2605.04213).",
         hint="Resume from the last good step with the batch that caused it skipped; look at the loss scale and norms.",
-        needs=Needs.WEIGHTS, judge_step=values_are_finite, one_fault=True,
+        needs=Needs.WEIGHTS, judge_step=values_are_finite, one_fault=True, goes_first=True, ranks_as="REP",
         likely_causes=(LikelyCause("a loss or gradient overflowed and the step was not skipped",
                                    "ultralytics/ultralytics#24307"),),
     ),

@@ -81,7 +81,7 @@ INVARIANTS = (
         misses="Flips of lower exponent bits and of the mantissa; flips that make an element smaller; two such "
                "elements; vectors, which may hold a mask.",
         hint="Take this tensor from another copy, or resume from the last good step.",
-        needs=Needs.WEIGHTS, judge_step=no_element_outweighs_all, one_fault=True,
+        needs=Needs.WEIGHTS, judge_step=no_element_outweighs_all, one_fault=True, goes_first=True, ranks_as="OPT",
         likely_causes=(LikelyCause("a bit flipped in memory or storage", "pytorch/torchtitan#4324"),),
     ),
 )  # fmt: skip

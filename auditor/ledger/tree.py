@@ -99,7 +99,9 @@ class Ledger:
         except (StorageError, DamagedError):
             said = None
         if not isinstance(said, dict) or said.get("writer") != WRITER:
-            raise UsageError(f"{self.location} is there and no ledger; name a folder that is new or empty")
+            raise UsageError(
+                f"{self.location} is no ledger: `auditor check RUN --ledger FOLDER` makes one in a new or empty folder"
+            )
         if said.get("schema_version") != SCHEMA_VERSION:
             raise UsageError(f"{self.location} is a ledger of version {str(said.get('schema_version'))[:20]}")
         return True

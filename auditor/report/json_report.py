@@ -13,7 +13,7 @@ from auditor.model.finding import Finding, Interval, Location, Outcome
 from auditor.model.region import Box
 from auditor.reports import Report, RunReport
 from auditor.settings import MEANS, Settings
-from auditor.verdict import exit_code, exit_codes, step_verdict, verdict
+from auditor.verdict import ExitCode, exit_code, exit_codes, step_verdict, verdict
 
 SCHEMA_VERSION = 1
 
@@ -29,6 +29,12 @@ def document(report: Report) -> dict[str, Any]:
     if len(runs) == 1:
         return runs[0]
     return {"schema_version": SCHEMA_VERSION, "exit_code": int(exit_code(report)), "runs": runs}
+
+
+def failure(message: str, code: int) -> str:
+    """The document of a command that has no report: nothing to audit, wrong usage, storage that refuses."""
+    error = {"kind": ExitCode(code).name.lower(), "message": message}
+    return json.dumps({"schema_version": SCHEMA_VERSION, "exit_code": code, "error": error}, ensure_ascii=True)
 
 
 def run_object(run: RunReport, settings: Settings, location: str) -> dict[str, Any]:

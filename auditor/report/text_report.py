@@ -11,6 +11,7 @@ from rich.markup import escape
 from auditor.invariants.registry import invariants
 from auditor.model.finding import Finding, Interval, Location, Outcome, Severity
 from auditor.model.run import Commit
+from auditor.report.open_questions import open_lines
 from auditor.report.text_safety import visible
 from auditor.reports import Report, RunReport, StepReport
 from auditor.settings import Level
@@ -172,8 +173,7 @@ def _ranks_phrase(finding: Finding, run: RunReport) -> str:
 
 
 def _interval_phrase(interval: Interval, finding: Finding, run: RunReport) -> str:
-    unseen = "none before it was looked at" if run.num_saved_before else "no good step before it"
-    before = f"last good {interval.last_good}" if interval.last_good is not None else unseen
+    before = f"last good {interval.last_good}" if interval.last_good is not None else _unknown_before(interval, run)
     word = "healed" if finding.difference_class else "good again"
     if interval.healed is None and interval.first_bad != interval.last_bad:
         return f"since step [bold]{interval.first_bad}[/bold] ({before}), still so at {interval.last_bad}"
@@ -182,6 +182,14 @@ def _interval_phrase(interval: Interval, finding: Finding, run: RunReport) -> st
     if interval.first_bad == interval.last_bad:
         return f"at step [bold]{interval.first_bad}[/bold] only ({before}), {word} at {interval.healed}"
     return f"since step [bold]{interval.first_bad}[/bold] ({before}), {word} at {interval.healed}"
+
+
+def _unknown_before(interval: Interval, run: RunReport) -> str:
+    """Why no good step is known before a fault."""
+    if any(step.state.step < interval.first_bad for step in run.steps):
+        # A step that was judged and is not good would be of the fault.
+        return "in earlier saves this can't be judged"
+    return "none before it was looked at" if run.num_saved_before else "no step before it"
 
 
 def _onsets(interval: Interval) -> Iterator[str]:
@@ -297,17 +305,8 @@ def _coverage(run: RunReport, verbose: bool) -> Iterator[str]:
     for level, names in run.beyond_level().items():
         them = "it" if len(names) == 1 else "them"
         yield f"  not asked       {', '.join(names)}: --level {level.name.lower()} judges {them}"
-    for (identifier, reason), count in sorted(run.undetermined().items()):
-        where = _in_steps(run, run.steps_undetermined(identifier, reason))
-        yield f"  undetermined    {identifier}: {count:,}{where} · {safe(reason)}"
-
-
-def _in_steps(run: RunReport, steps: Sequence[int]) -> str:
-    if len(run.steps) == 1:
-        return ""
-    if len(steps) == len(run.steps):
-        return " a step"
-    return f" in step {steps[0]}" if len(steps) == 1 else f" a step in {len(steps)} of {len(run.steps)} steps"
+    for line in open_lines(run, folded=not verbose):
+        yield f"  undetermined    {safe(line)}"
 
 
 def _folded(run: RunReport) -> Iterator[str]:

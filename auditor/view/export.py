@@ -33,7 +33,7 @@ def begin(writer: FolderWriter) -> None:
     target = Target(writer)
     found = said(target.document(""))
     if writer.names() and found.get("writer") != WRITER:
-        raise UsageError(f"{writer.location} is there and no export; name a folder that is new or empty")
+        raise UsageError(f"{writer.location} holds files that are no export's; name a new or empty folder")
     if found and found.get("schema_version") != SCHEMA_VERSION:
         raise UsageError(f"{writer.location} is an export in layout version {found.get('schema_version')}")
     root = group({}, {"auditor": {"schema_version": SCHEMA_VERSION, "writer": WRITER}})

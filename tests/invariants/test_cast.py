@@ -227,7 +227,7 @@ def test_a_nan_in_one_weight_is_one_finding():
     step = Step()
     step.add(NAME, PARAMETER, bits, dtype=BFLOAT16)
     step.add(NAME, MASTER, masters())
-    assert found_in(step) == [("CST001", ("NUM001",))]
+    assert found_in(step) == [("NUM001", ("CST001",))]
 
 
 # CST002
