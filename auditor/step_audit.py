@@ -134,7 +134,10 @@ class StepAudit:
         observations = self.observations(begun, begun.asked)
         state = with_content(begun.state, catalog, observations)
         where = folder_of(self.store.location, folder.path)
-        if self.keeper and not observations.changed:
+        changed = tuple(
+            sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
+        )
+        if self.keeper and not changed:
             state = self.keeper.place(catalog, observations, state, known, where)
         report.coverage.add(full, catalog, observations)
         named = source.match.named_step
@@ -152,15 +155,7 @@ class StepAudit:
         judgements |= self.succession.judge(evidence, items, begun.repeated, begun.asking)
         # Whether a step is whole is asked of all its tensors, whatever was selected.
         whole = StepEvidence(full, observations if catalog is full else unobserved(full), named_step=named)
-        needed = [item for item in self.judged if item.family in NEEDED]
-        wholeness = self.judge(whole, level, needed)
-        if level < Level.VALUES or catalog is not full:
-            # Whether every chunk decodes was not asked; at such a level nothing else is known of weights either.
-            of_weights = {item.id for item in needed if item.needs is Needs.WEIGHTS}
-            wholeness = {k: replace(j, undetermined={}) if k in of_weights else j for k, j in wholeness.items()}
-        changed = tuple(
-            sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
-        )
+        wholeness = self.wholeness(whole, level, every_weight=level >= Level.VALUES and catalog is full)
         if not changed:
             self.succession.take(evidence, judgements, self.judged)
         else:
@@ -189,6 +184,18 @@ class StepAudit:
     def judge(self, evidence: StepEvidence, level: Level, items: Sequence[Invariant]) -> dict[str, Judgement]:
         """What is said of a step by itself."""
         return {item.id: item.judge_step(evidence) for item in self.reached(level, items) if item.judge_step}
+
+    def wholeness(self, evidence: StepEvidence, level: Level, *, every_weight: bool) -> dict[str, Judgement]:
+        """What must be known of a step to call it good. ``every_weight``: whether all of them were to be read.
+
+        Where they weren't, it was not asked whether every chunk decodes, and nothing else of weights is known either.
+        """
+        needed = [item for item in self.judged if item.family in NEEDED]
+        judged = self.judge(evidence, level, needed)
+        if every_weight:
+            return judged
+        of_weights = {item.id for item in needed if item.needs is Needs.WEIGHTS}
+        return {key: replace(one, undetermined={}) if key in of_weights else one for key, one in judged.items()}
 
     @staticmethod
     def reached(level: Level, items: Sequence[Invariant]) -> list[Invariant]:
