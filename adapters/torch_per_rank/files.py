@@ -133,10 +133,21 @@ def rank_state(file: StepFile) -> RankState:
 def _saved_optimizer(tree: Mapping[Any, Any]) -> tuple[str, object]:
     """Where an optimizer's state is in a file, and that; of several nothing, as nothing tells which is whose."""
     key = next((key for key in _OPTIMIZERS if key in tree), "")
+    if not key:
+        formed = [key for key, value in tree.items() if isinstance(key, str) and _has_form_of_optimizer(value)]
+        key = formed[0] if len(formed) == 1 else ""
     kept = tree.get(key)
     if isinstance(kept, list):
         return (f"{key}.0", kept[0]) if len(kept) == 1 else (key, None)
     return key, kept
+
+
+def _has_form_of_optimizer(value: object) -> bool:
+    """Whether it is what torch's ``Optimizer.state_dict`` returns, under whatever key a script put it."""
+    if not isinstance(value, dict):
+        return False
+    groups = value.get("param_groups")
+    return isinstance(value.get("state"), dict) and isinstance(groups, list) and bool(groups)
 
 
 def _model(file: StepFile, reader: PartReader) -> RankState:

@@ -497,6 +497,16 @@ def test_tied_parameters_are_counted_once():
     assert [found[number].name for number in range(3)] == ["0.weight", "1.weight", "1.bias"]
 
 
+def test_an_optimizer_is_known_by_its_form_where_its_key_says_nothing():
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(2, 3)
+    state = trained(torch, model.parameters(), model)
+    found = moments(ranks({"net": model.state_dict(), "opt": state, "sched": {"last_epoch": 3}}))
+    assert [found[number].name for number in range(2)] == ["weight", "bias"]
+    # Of two nothing tells which one is whose.
+    assert not moments(ranks({"net": model.state_dict(), "opt_a": state, "opt_b": state}))
+
+
 def test_state_that_fits_no_order_is_undetermined_with_the_reason():
     torch = pytest.importorskip("torch")
     model = torch.nn.Linear(2, 3)
