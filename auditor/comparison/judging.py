@@ -15,9 +15,9 @@ from auditor.comparison.one_set import MOMENTS, UNRELATED, WEIGHTS, OneSet, stan
 from auditor.comparison.outcome import DIFFERENT, Amount, Compared, Standing
 from auditor.comparison.permutation import explain_order
 from auditor.comparison.power import power_of
-from auditor.comparison.precision import COARSENED, share_coarse
+from auditor.comparison.precision import COARSENED, narrowed, share_coarse
 from auditor.comparison.replaying import Left, left_over
-from auditor.comparison.rounding import Model, Motion, Threshold, of_moment, of_weight, uncertainty
+from auditor.comparison.rounding import IN_COMMON, Model, Motion, Threshold, of_moment, of_weight, uncertainty
 from auditor.comparison.softness import motion_of
 from auditor.model.catalog import Role, Tensor
 from auditor.model.dtype import DType
@@ -131,6 +131,10 @@ class Bench:
         other = self._elsewhere(right)
         if other:
             return replace(row, detail=_joined(known, f"holds the reference's {other}"))
+        narrow = narrowed(left, right)
+        if narrow:
+            detail = f"the reference's numbers, rounded to {narrow} on their way"
+            return replace(row, standing=Standing.BEYOND, detail=_joined(known, detail))
         order = explain_order(left, right, self._same_values(row.pair))
         return replace(row, standing=Standing.REORDERED, detail=_joined(known, order)) if order else row
 
@@ -176,10 +180,11 @@ class Bench:
         """A measured pair held against its threshold."""
         assert row.amount is not None
         found = self.threshold(row.pair, row.amount)
+        strange = row.pair.role in WEIGHTS and row.amount.relative > IN_COMMON * row.amount.spread
         if not math.isfinite(row.amount.relative):
             return replace(row, standing=Standing.BEYOND, detail=_joined(row.detail, _odd(row.amount)))
         if isinstance(found, str):
-            if row.amount.relative > row.amount.spread and row.pair.role in WEIGHTS:
+            if strange:
                 return replace(row, standing=Standing.BEYOND, detail=_joined(row.detail, UNRELATED))
             return replace(row, detail=_joined(row.detail, found))
         if found.stored:
@@ -191,6 +196,8 @@ class Bench:
             standing = Standing.BEYOND
         if relative > found.beyond:
             standing = Standing.BEYOND
+        elif found.vague and strange:
+            standing, row = Standing.BEYOND, replace(row, detail=_joined(row.detail, UNRELATED))
         elif found.vague:
             standing = Standing.UNDETERMINED
             row = replace(row, detail=_joined(row.detail, f"rounding may be {found.relative:.2g} of it: {VAGUE}"))

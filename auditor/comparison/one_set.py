@@ -55,7 +55,7 @@ class OneSet:
     """Both sides hold what was trained once."""
 
     share: float
-    """Of the elements that were trained, those that are equal in every bit."""
+    """Of the elements that were trained, those that are equal in every bit (or, of weights alone, but once rounded)."""
 
     @staticmethod
     def threshold(dtype: DType) -> Threshold:
@@ -71,7 +71,7 @@ class OneSet:
             # What a framework computes anew (rotary frequencies) is no part of what was trained.
             return row
         threshold = self.threshold(dtype)
-        detail = f"{self.share:.1%} of what was trained is equal in every bit: no training came between"
+        detail = f"{self.share:.1%} of what was trained is equal, or rounded once: no training came between"
         if amount.num_far < 0 and amount.relative <= threshold.relative:
             return row
         if amount.num_far or amount.relative > threshold.relative:
@@ -83,7 +83,8 @@ class OneSet:
 def one_set(rows: Sequence[Compared], left: Holding, *, trained: bool) -> OneSet | None:
     """Whether both sides hold one set; ``trained``: whether both were seen equal in a step before.
 
-    Counted are moments, where both sides have any, for weights may be frozen; else weights. Zeros (experts that no
+    Counted are moments, where both sides have any, for weights may be frozen; else weights, also such as were rounded
+    once. Zeros (experts that no
     token chose) count on no side.
     """
     has_state = any(row.pair.role in MOMENTS and _both(row.pair) for row in rows)
@@ -97,8 +98,13 @@ def one_set(rows: Sequence[Compared], left: Holding, *, trained: bool) -> OneSet
             continue
         count = left.tensors[number].num_elements
         total += count
-        proved += count if row.standing in PROVED else 0
-    return OneSet(proved / total) if total and SHARE * total <= proved < total else None
+        proved += count if _is_same(row, rounded=not has_state) else 0
+    return OneSet(proved / total) if total and proved >= SHARE * total else None
+
+
+def _is_same(row: Compared, *, rounded: bool) -> bool:
+    once = rounded and row.standing is Standing.ROUNDING and row.amount is not None and not row.amount.num_far
+    return once or row.standing in PROVED
 
 
 def _both(pair: Pair) -> bool:

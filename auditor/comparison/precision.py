@@ -1,10 +1,12 @@
-"""Whether the gradients behind first moments are numbers of a narrower dtype than they are kept in."""
+"""Whether numbers are of a narrower dtype than they are kept in: gradients behind first moments, and whole tensors."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from auditor.comparison.lockstep import Stored, boxes
+from auditor.model.dtype import DTYPES
+from auditor.observe.decode import rounded, to_float64
 
 NEAR = 8
 """Distances of float32 numbers within which one counts as a number of bfloat16: roundings of the moment itself."""
@@ -31,3 +33,24 @@ def share_coarse(first: Stored, beta: float) -> float:
         count += rest.size
         coarse += int(np.count_nonzero(np.minimum(rest, np.uint32(0x10000) - rest) <= NEAR))
     return coarse / count if count >= FEWEST else 0.0
+
+
+def narrowed(reference: Stored, candidate: Stored) -> str:
+    """The dtype to which the candidate, kept in the reference's float32, was rounded on its way; empty for none.
+
+    Raises:
+        SourceLostError: a side can't be read.
+    """
+    wide = DTYPES["float32"]
+    if reference.tensor.dtype != wide or candidate.tensor.dtype != wide:
+        return ""
+    open_ones = ["bfloat16", "float16"]
+    for box in boxes(reference.tensor.shape):
+        bits, (_, theirs) = reference.values(box)[0], candidate.values(box)
+        open_ones = [
+            name for name in open_ones
+            if np.array_equal(to_float64(rounded(bits, wide, DTYPES[name]), DTYPES[name]), theirs, equal_nan=True)
+        ]  # fmt: skip
+        if not open_ones:
+            return ""
+    return open_ones[0] if open_ones else ""

@@ -26,6 +26,8 @@ SUSPICIOUS = 4.0
 """Up to this multiple of the threshold a difference is suspicious: constants of other models are known no better."""
 SAYS_NOTHING = 0.5
 """A threshold above so much of what tensors that have nothing to do with each other would show tells nothing."""
+IN_COMMON = 1.2
+"""Times their spread by which weights differ that have nothing in common: √2, where both spread alike."""
 ACCUMULATOR = "float32"
 """In which matrix products are summed, whatever the dtype of their factors."""
 
@@ -57,7 +59,7 @@ class Threshold:
     def beyond(self) -> float:
         """From here on a difference is beyond rounding. What unrelated tensors show is no rounding, either."""
         if self.stored:
-            return max(self.relative, self.unrelated)
+            return max(self.relative, IN_COMMON * self.unrelated)
         most = self.relative * self.suspicious
         return most if self.vague else min(most, self.unrelated)
 

@@ -85,6 +85,43 @@ def test_what_a_conversion_changed_is_found_where_the_rest_is_equal(reference, t
     assert row.power.factor == 2**-7
 
 
+def test_what_was_rounded_on_its_way(reference, tmp_path):
+    """Cut off in place of rounded is rounding; through a narrower dtype into the same is a loss that is named."""
+    wide = saved(tmp_path / "wide", WEIGHTS, form=np.float32)
+
+    def cut_off(values):
+        return (np.asarray(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+    found = compared(wide, saved(tmp_path / "cut", WEIGHTS, form=cut_off))
+    assert (told(found)["layers.1.up.weight"], code(found)) == (Standing.ROUNDING, 0)
+    wrong = {**WEIGHTS, "layers.1.up.weight": WEIGHTS["layers.1.up.weight"] * 1.02}
+    found = compared(wide, saved(tmp_path / "wrong", wrong, form=cut_off))
+    assert (told(found)["layers.1.up.weight"], code(found)) == (Standing.BEYOND, 1)
+    found = compared(wide, saved(tmp_path / "through", WEIGHTS, form=lambda v: np.float32(np.float16(v))))
+    assert {row.detail for row in found.steps[0].of(Standing.BEYOND)} == {
+        "the reference's numbers, rounded to float16 on their way"
+    }
+
+
+@pytest.mark.parametrize("changed", ["parameter", "first_moment"])
+def test_equal_moments_say_that_nothing_was_trained_apart(tmp_path, changed):
+    """After 2,000 steps rounding may lead far apart; a conversion of one save leaves all else equal."""
+    both = {("parameter", name): np.float32(values) for name, values in WEIGHTS.items()}
+    for role in ("first_moment", "second_moment"):
+        both |= {(role, name): np.float32(abs(GENERATOR.normal(0, 1e-3, v.shape))) for name, v in WEIGHTS.items()}
+    numbers = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}
+    group = {"number": 0, "file": "zarr.json", "optimizer": "adamw", "step": 2000, "hyperparameters": numbers,
+             "parameters": list(WEIGHTS)}  # fmt: skip
+    key = changed, "layers.1.up.weight"
+    sides = [
+        write_step(tmp_path / name, 2000, tensors, groups=[group])
+        for name, tensors in (("one", both), ("two", {**both, key: both[key] * np.float32(1.001)}))
+    ]
+    found = compared(*sides, compute="bfloat16")
+    assert [(row.pair.role.value, row.pair.name) for row in found.steps[0].of(Standing.BEYOND)] == [key]
+    assert code(found) == 1
+
+
 def test_no_rounding_explains_what_a_step_before_was_equal(reference, tmp_path):
     """In bfloat16 a step may be smaller than the distance between numbers: a lost one is not called rounding."""
     moved = {name: values * (1 + 2**-8) for name, values in WEIGHTS.items()}
