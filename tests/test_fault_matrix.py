@@ -6,6 +6,7 @@
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,16 +70,40 @@ def overwritten(run):
         poke(run, 40, WEIGHT, role, value=bits)
 
 
-def half_of_the_save_before(run):
+def half_of_the_save_before(run, name):
     """Each rank's part of a moment ends as it was in the save before."""
     kept = []
-    rewrite(run, 30, ROWS, "first_moment", lambda bits: kept.append(bits) or bits)
-    rewrite(run, 40, ROWS, "first_moment", lambda bits: np.where(np.arange(len(bits)) < 64, bits, kept.pop(0)))
+    rewrite(run, 30, name, "first_moment", lambda bits: kept.append(bits) or bits)
+    rewrite(run, 40, name, "first_moment", lambda bits: np.where(np.arange(len(bits)) < 64, bits, kept.pop(0)))
 
 
 def of_another_rank(run):
     name = LAYER.replace("_01-model_states", "_00-model_states")
     shutil.copy(step_folder(run) / name, step_folder(run) / LAYER)
+
+
+def trained_every_step(target, seed=0):
+    """A short training by torch, saved after every step: of the sample's saves ten lie in between."""
+    training = pytest.importorskip("tests.trainings")
+    return training.Training(every=1, steps=9, seed=seed).run(target)
+
+
+def trained_by_schedule(target, seed=0):
+    """One whose largest learning rate is recorded."""
+    pytest.importorskip("tests.trainings")
+    from tests.invariants.test_motion_steps import HEALTHY as TRAININGS
+
+    return replace(TRAININGS["OneCycleLR"], every=2, seed=seed).run(target)
+
+
+def moment_of_another_gradient(run):
+    rewrite(run, 8, "blocks.1.weight", "first_moment", as_float(lambda x: x * np.float32(1.01)))
+
+
+def step_of_another_seed(run):
+    other = trained_by_schedule(run.parent / f"{run.name} of seed 7", seed=7)
+    shutil.rmtree(run / "step_8")
+    shutil.move(other / "step_8", run / "step_8")
 
 
 FAULTS = {
@@ -126,7 +151,13 @@ FAULTS = {
         lambda run: rewrite(run, 40, WEIGHT, "second_moment", as_float(lambda x: x * np.float32(0.7))),
     ),
     "a weight and its master overwritten": ("MOT010", overwritten),
-    "half of a moment of the save before": ("MOT012", half_of_the_save_before),
+    "half of a moment of the save before": ("MOT012", lambda run: half_of_the_save_before(run, ROWS)),
+    "half of every column's moment of the save before": (
+        "MOT012",
+        lambda run: half_of_the_save_before(run, WEIGHT),
+    ),
+    "a moment of another gradient, one step apart": ("MOT011", moment_of_another_gradient, trained_every_step),
+    "a step of another run": ("MOT013", step_of_another_seed, trained_by_schedule),
     "a layer file of another rank": ("INT006", of_another_rank),
     "a pointer to nothing": ("INT003", lambda run: (run / "latest").write_text("global_step50")),
 }
@@ -145,9 +176,10 @@ def findings(run, **choices):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_one_finding(tmp_path, name):
-    expected, damage = FAULTS[name]
-    damage(copy(tmp_path))
-    assert ", ".join(finding.id for finding in findings(tmp_path)) == expected
+    expected, damage, *made = FAULTS[name]
+    run = (made or [copy])[0](tmp_path / "run")
+    damage(run)
+    assert ", ".join(finding.id for finding in findings(run)) == expected
 
 
 @pytest.mark.parametrize("level", list(Level))
@@ -155,13 +187,18 @@ def test_the_healthy_twin_is_silent(tmp_path, level):
     assert findings(copy(tmp_path), level=level) == []
 
 
+@pytest.mark.parametrize("made", [trained_every_step, trained_by_schedule])
+def test_the_healthy_trainings_are_silent(tmp_path, made):
+    assert findings(made(tmp_path)) == []
+
+
 def table():
     """Markdown rows: fault, expected id, what was found, consequences."""
     yield "| fault | primary id | found | consequences |"
     yield "|---|---|---|---|"
-    for name, (expected, damage) in FAULTS.items():
+    for name, (expected, damage, *made) in FAULTS.items():
         with tempfile.TemporaryDirectory() as folder:
-            run = copy(Path(folder))
+            run = (made or [copy])[0](Path(folder) / "run")
             damage(run)
             found = findings(run)
         ids = ", ".join(finding.id for finding in found)

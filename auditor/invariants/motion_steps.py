@@ -16,6 +16,7 @@ from auditor.invariants.related import Collected, of_row
 from auditor.model.catalog import Role
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.joint import Joint, JointKind, JointResult
+from auditor.model.region import num_between
 
 _FOREIGN = 0.1
 """Share of elements beyond from which a part is of another step or run, and not damaged in places."""
@@ -246,16 +247,25 @@ def no_stretch_is_stale(neighbours: Neighbours) -> Judgement:
     found, still = Collected(), stillness.of(neighbours).still_rows
     for asked, results in _measured(neighbours, JointKind.REST, found):
         # A part that rests as a whole may have zeros beside: nothing in it moved on.
-        bad = [
-            result for result in results
-            if result.row not in still and _STRETCH <= result.num_beyond < result.num_compared
-            and result.num_beyond >= _DENSE * (result.last - result.first + 1)
-        ]  # fmt: skip
+        moved = [result for result in results if result.row not in still]
+        bad = [result for result in moved if _is_stretch(neighbours, asked, result)]
         if bad:
             found.violations.append(_mixed(neighbours, asked, bad))
         else:
             found.num_holds += 1
     return found.judgement()
+
+
+def _is_stretch(neighbours: Neighbours, asked: _Asked, result: JointResult) -> bool:
+    """Whether what rests is no whole part, and most of the part from its first to its last element.
+
+    Of the part's own elements: those of a part of every row lie scattered in the tensor.
+    """
+    if not _STRETCH <= result.num_beyond < result.num_compared:
+        return False
+    catalog = neighbours.after.catalog
+    region, shape = catalog.pieces.region(result.row), catalog.tensors[asked.number].shape
+    return result.num_beyond >= _DENSE * num_between(region, shape, result.first, result.last)
 
 
 def _mixed(neighbours: Neighbours, asked: _Asked, bad: Sequence[JointResult]) -> Violation:
@@ -357,8 +367,7 @@ INVARIANTS = (
         source="pytorch/pytorch#144657; Lightning-AI/pytorch-lightning#20953",
         example="3.mlp.dense_4h_to_h.weight (first_moment) holds values of two steps: 512 elements in one stretch "
                 "are those of step 200, the others moved on",
-        misses="Values of a step between the saves; stretches that are scattered over the tensor, as those of a part "
-               "of every row are (tensor-parallel columns); runs without first moments.",
+        misses="Values of a step between the saves; stretches of less than nine tenths; runs without first moments.",
         hint="Don't resume from this step. Make the save wait for the copy, or the step for the save.",
         needs=Needs.WEIGHTS, judge_motion=no_stretch_is_stale, joints=joints, one_fault=True,
         likely_causes=(LikelyCause("an asynchronous save copied a buffer while it changed", "pytorch/pytorch#144657"),),

@@ -86,6 +86,29 @@ def as_boxes(region: Region, shape: Sequence[int]) -> Iterable[Box]:
     return region.boxes(shape) if isinstance(region, FlatRange) else (region,)
 
 
+def num_between(region: Region, shape: Sequence[int], first: int, last: int) -> int:
+    """How many elements of a region of a tensor of ``shape`` lie from one of its own to another, both included.
+
+    ``first, last``: positions in the tensor's C order.
+
+    >>> num_between(Box((0, 2), (3, 4)), (3, 4), 2, 11)
+    6
+    """
+    if isinstance(region, FlatRange):
+        return last - first + 1
+    strides, extents = _c_strides(shape), region.shape
+    inner = _c_strides(extents)
+
+    def place(at: int) -> int:
+        return sum((at // s % n - a) * i for s, n, a, i in zip(strides, shape, region.start, inner, strict=True))
+
+    return place(last) - place(first) + 1
+
+
+def _c_strides(shape: Sequence[int]) -> list[int]:
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
 def _flat_boxes(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
     if start >= stop:
         return

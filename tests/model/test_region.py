@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from auditor.model import region as region_module
-from auditor.model.region import Box, FlatRange, SweepTooLarge, as_boxes, coverage, refinement, whole
+from auditor.model.region import Box, FlatRange, SweepTooLarge, as_boxes, coverage, num_between, refinement, whole
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
@@ -287,3 +287,15 @@ def test_a_sweep_beyond_its_budget_says_so(monkeypatch):
     with pytest.raises(SweepTooLarge):
         coverage(nested, (200, 200))
     assert coverage(list(grid((200, 200), (10, 10))), (200, 200)).exact
+
+
+@given(shapes_and_regions())
+def test_elements_between_two_of_a_region_are_counted_by_brute_force(case):
+    shape, regions = case
+    for region in filter(lambda region: region.num_elements, regions):
+        held = np.zeros(shape, bool)
+        for box in as_boxes(region, shape):
+            held[tuple(map(slice, box.start, box.stop))] = True
+        places = np.flatnonzero(held)
+        first, last = int(places[len(places) // 3]), int(places[-1])
+        assert num_between(region, shape, first, last) == len(places) - len(places) // 3
