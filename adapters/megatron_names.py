@@ -35,6 +35,8 @@ class Sizes:
     """Width of all heads together."""
     head: int | None = None
     """Width of one head."""
+    experts: int | None = None
+    """Experts of one layer, which its router scores."""
     gated: bool = False
     """Whether the first projection of the MLP is two of them, gate above up. Each rank then holds both halves."""
 
@@ -89,6 +91,7 @@ CORE_RULES = (
     Rule("mlp.linear_fc1.bias", ("ffn",), _ROWS),
     Rule("mlp.linear_fc2.weight", ("hidden", "ffn"), _COLUMNS),
     Rule("mlp.linear_fc2.bias", ("hidden",), _ALL),
+    Rule("mlp.router.weight", ("experts", "hidden"), _ALL),
     Rule("output_layer.weight", ("vocab", "hidden"), _ROWS),
     *(
         # Norms that are fused into the projection after them keep the norm's placement.
@@ -170,7 +173,7 @@ def core_sizes_from(args: Mapping[str, object], shapes: Mapping[str, tuple[int, 
     A query group is never cut: with fewer groups than ranks the projection lies otherwise, and its size is left out.
     Source: Megatron-LM ``megatron/core/transformer/attention.py`` (linear_qkv), ``mlp.py`` (gated linear units).
     """
-    sizes = sizes_from(args, shapes)
+    sizes = replace(sizes_from(args, shapes), experts=_count(args, "num_experts"))
     heads = _count(args, "num_attention_heads")
     gated = any(args.get(key) is True for key in ("swiglu", "quick_geglu", "gated_linear_unit"))
     gated = gated and not args.get("glu_interleave_size")

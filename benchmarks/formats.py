@@ -1,6 +1,6 @@
 """What is recognised and seen in the committed checkpoints of every format, and what a check of one costs.
 
-    python benchmarks/formats.py [FOLDER …]        prints the table; --write puts it into docs/formats.md
+    python benchmarks/formats.py [FOLDER …]      prints the table, or these rows; --write puts them into docs/formats.md
 
 A row is one step below ``tests/fixtures``, checked at level values in a process of its own. Steps of one `state` hold
 the same numbers in different layouts: their digests are compared with those of the first, for every tensor that both
@@ -63,6 +63,46 @@ ROWS = {
     "megatron_dist/legacy_dp2/iter_0000004": ("the same in Megatron-LM's legacy layout", "one optimizer"),
     "megatron_dist/dp2_dp_reshardable/iter_0000004": ("the same, in buckets", "one optimizer"),
     "megatron_dist/dp2_fully_sharded_model_space/iter_0000004": ("distributed optimizer, megatron-core 0.12", ""),
+    "megatron_legacy/tp2/iter_0000004": ("Megatron-LM's layout, TP2", ""),
+    "megatron_legacy/tp2_llama/iter_0000004": ("the same, gated, grouped queries", ""),
+    "megatron_legacy/tp2_pp2/iter_0000004": ("the same, TP2 PP2", ""),
+    "megatron_legacy/tp2_dp2_buckets/iter_0000004": ("distributed optimizer in buckets, TP2", ""),
+    "megatron_legacy/pp2_distributed/iter_0000004": ("distributed optimizer, PP2, tied embedding", ""),
+    "deepspeed/zero0_bf16/global_step2": ("DeepSpeed without ZeRO, bf16", ""),
+    "deepspeed/zero0_fp16/global_step2": ("DeepSpeed without ZeRO, fp16", ""),
+    "deepspeed/zero0_moe/global_step2": ("DeepSpeed without ZeRO, experts", ""),
+    "deepspeed/zero0_tp2/global_step2": ("DeepSpeed without ZeRO, tensor parallel", ""),
+    "deepspeed/zero1_bf16_fp32_grads/global_step2": ("DeepSpeed's BF16_Optimizer", ""),
+    "deepspeed/zero1_moe/global_step2": ("ZeRO-1, experts", ""),
+    "deepspeed/zero2_tp2/global_step2": ("ZeRO-2, tensor parallel", ""),
+    "deepspeed/zero2_frozen/global_step2": ("ZeRO-2, frozen parameters", ""),
+    "deepspeed/zero3_frozen/global_step2": ("ZeRO-3, frozen parameters", ""),
+    "deepspeed/zero3_subgroups/global_step2": ("ZeRO-3, sub-groups", ""),
+    "deepspeed/pipeline_zero1_fp16/global_step2": ("DeepSpeed's pipeline, ZeRO-1, fp16", ""),
+    **{
+        f"deepspeed/same_zero{stage}_dp{ranks}/global_step2": (f"ZeRO-{stage}, {ranks} ranks", "one engine's")
+        for stage in (1, 2, 3) for ranks in (2, 3, 4)
+    },
+    "deepspeed/same_universal_from_zero2/global_step2_universal": ("ds_to_universal, of ZeRO-2", "one engine's"),
+    "deepspeed/same_universal_from_zero3/global_step2_universal": ("ds_to_universal, of ZeRO-3", "one engine's"),
+    "deepspeed/same_pipeline_pp2_dp2/global_step2": ("DeepSpeed's pipeline, 2 stages; names of its own", ""),
+    "deepspeed/trainer_zero2/checkpoint-4": ("Trainer with DeepSpeed, ZeRO-2", ""),
+    "deepspeed/trainer_zero3/checkpoint-4": ("Trainer with DeepSpeed, ZeRO-3", ""),
+    "torch_per_rank/healthy/step_6": ("torch.save a rank, DistributedDataParallel", ""),
+    "torch_per_rank/fsdp2_3/step_2": ("torch.save a rank, FSDP2, 3 ranks", ""),
+    "torch_per_rank/tp_fsdp_2x2/step_2": ("the same, tensor parallel and FSDP2 2×2", ""),
+    "torch_per_rank/hsdp_2x2_faulty/step_2": ("the same, HSDP 2×2", ""),
+    "torch_per_rank/fsdp1_sharded/step_2": ("torch.save a rank, FSDP1 sharded", "FSDP1's"),
+    "torch_per_rank/fsdp1_dcp/step_2": ("the same by torch.distributed.checkpoint", "FSDP1's"),
+    "torch_per_rank/fsdp1_hybrid_2x2/step_2": ("torch.save a rank, FSDP1 hybrid 2×2", ""),
+    "torch_per_rank/fsdp1_local/step_2": ("torch.save a rank, FSDP1 local", ""),
+    "hugging_face/llama_sharded": ("save_pretrained, three files", ""),
+    "hugging_face/gpt2_torch": ("save_pretrained, torch file", ""),
+    "hugging_face/trainer/checkpoint-6": ("Trainer", ""),
+    "hugging_face/trainer_ddp/checkpoint-4": ("Trainer, 2 ranks", ""),
+    "hugging_face/accelerate_bin/step_4": ("accelerate's save_state, torch files", "accelerate's"),
+    "hugging_face/accelerate_safetensors/step_4": ("accelerate's save_state, safetensors", "accelerate's"),
+    "hugging_face/lora_trainer/checkpoint-4": ("Trainer with peft, low-rank factors", ""),
     "orbax/manager/3": ("Orbax CheckpointManager, OCDBT over Zarr v2", ""),
     "orbax/zarr3/step_2": ("Orbax, OCDBT over Zarr v3", "by Orbax"),
     "orbax/one_replica/2": ("Orbax, replica 0 writes", "by Orbax"),
@@ -164,6 +204,11 @@ def main():
     print(lines)
     if "--write" in sys.argv:
         before, rest = PAGE.read_text().split(BEGIN)
+        if chosen:
+            # What was not measured anew stays.
+            rows = {line.split("`")[1]: line for text in (rest.split(END)[0], lines) for line in text.splitlines()
+                    if line.startswith("| `")}  # fmt: skip
+            lines = "\n".join([*lines.splitlines()[:2], *(rows[step] for step in ROWS if step in rows)])
         PAGE.write_text(f"{before}{BEGIN}\n\n{lines}\n\n{END}{rest.split(END)[1]}")
 
 

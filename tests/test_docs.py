@@ -39,6 +39,18 @@ def test_selection_by_id_and_family():
         select(["NOPE"], [])
 
 
+def test_public_cases_name_tests_and_invariants_that_are_there():
+    text = (ROOT / "docs" / "public-cases.md").read_text()
+    sources = [path.read_text() for path in (ROOT / "tests").rglob("test_*.py")]
+    defined = {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.M)}
+    named = re.findall(r"`(test_\w+?)(?:\[(.+?)\])?`", text)
+    assert len(named) > 60
+    for name, case in named:
+        assert name in defined, name
+        assert not case or any(f'"{case}":' in source for source in sources), case
+    assert all(find(identifier) for identifier in re.findall(r"\b[A-Z]{3}\d{3}\b", text))
+
+
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/zarr-layout.md"])
 def test_links_lead_somewhere(name):
     text = (ROOT / name).read_text()

@@ -417,6 +417,27 @@ def test_drift_of_one_rank_is_found_with_onset_and_coordinate():
     assert run.last_good.step == 2
 
 
+def routed(rank, drift, **more):
+    """A layer whose router scores four experts, on one of two tensor-parallel ranks."""
+    torch = pytest.importorskip("torch")
+    router = torch.arange(32.0).reshape(4, 8) + drift * rank
+    weights = {"decoder.layers.0.mlp.router.weight": router, "own": torch.full((2,), float(rank))}
+    sizes = {"hidden_size": 8, "num_layers": 1, "tensor_model_parallel_size": 2, "world_size": 2, **more}
+    return {f"{STEP}/mp_rank_0{rank}/{MODEL}": rank_file({"model": weights}, **sizes)}
+
+
+def test_a_router_that_tensor_parallel_ranks_have_otherwise():
+    """pytorch/torchtitan#2387, NVIDIA/Megatron-LM#619: its gradient was taken for complete on every rank."""
+    name = "decoder.layers.0.mlp.router.weight"
+    (finding,) = findings_of(routed(0, 0.5, num_experts=4) | routed(1, 0.5, num_experts=4)).findings
+    assert (finding.id, {place.tensor for place in finding.locations}) == ("REP001", {name})
+    assert not findings_of(routed(0, 0.0, num_experts=4) | routed(1, 0.0, num_experts=4)).findings
+    # Where the number of experts is not recorded, a rank's part can't be told from the whole.
+    unknown = findings_of(routed(0, 0.5) | routed(1, 0.5))
+    assert not unknown.findings
+    assert unknown.undetermined()
+
+
 def test_a_missing_rank_file_is_known_and_its_pieces_are_laid_to_it():
     objects = objects_of(TP2_PP2)
     lost = f"{STEP}/mp_rank_01_001/{MODEL}"

@@ -75,7 +75,7 @@ def test_another_number_of_dims_is_undetermined(local):
     assert "dims" in found.reason
 
 
-@pytest.mark.parametrize("name", ["mlp.router.weight", "input_layernorm.scale", "input_layernorm", "weight_norm",
+@pytest.mark.parametrize("name", ["mlp.router.scale", "input_layernorm.scale", "input_layernorm", "weight_norm",
                                   "my_input_layernorm.weight", "dense.weight", ""])  # fmt: skip
 def test_unknown_names_are_undetermined_and_say_what_to_do(name):
     assert rule_for(name) is None
@@ -94,7 +94,7 @@ def test_only_the_tied_embedding_is_kept_equal_over_stages():
     assert [rule.suffix for rule in RULES if rule.synchronised_over_stages] == ["word_embeddings.weight"]
 
 
-@pytest.mark.parametrize("name", ["mlp.router.weight", NORM, H_TO_4H_BIAS])
+@pytest.mark.parametrize("name", ["mlp.router.scale", NORM, H_TO_4H_BIAS])
 def test_one_rank_holds_the_whole_of_everything(name):
     assert placed(name, (7, 9), degree=1) == Placed(Replicate())
 
@@ -155,7 +155,7 @@ def test_terms_of_formulas():
 
 def test_the_users_word_wins_over_names_and_sizes():
     assert placed(NORM, (3584,), stated=Shard(0)) == Placed(Shard(0))
-    assert placed("mlp.router.weight", (8, 14336), stated=Replicate()) == Placed(Replicate())
+    assert placed("mlp.router.scale", (8, 14336), stated=Replicate()) == Placed(Replicate())
     assert placed(H_TO_4H_BIAS, (1, 2, 3), stated=Replicate()) == Placed(Replicate())
 
 
