@@ -21,6 +21,8 @@ class Listing:
     store: Store
     listed: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
     """Path of a step to its files, once they were listed."""
+    folders: dict[str, frozenset[str]] = field(default_factory=dict)
+    """Other folders, to the names of what lies in them."""
 
     def files(self, source: StepSource) -> tuple[Entry, ...]:
         """A step's files: its level, its kernels and its age are all told by them."""
@@ -67,6 +69,15 @@ class Listing:
                 yield from (entry for entry in self.store.list(name.name) if not entry.is_folder)
             except StorageError:
                 continue
+
+    def folder(self, path: str) -> frozenset[str]:
+        """The names of what lies in a folder; empty where it can't be listed."""
+        if path not in self.folders:
+            try:
+                self.folders[path] = frozenset(entry.name for entry in self.store.list(path))
+            except StorageError:
+                self.folders[path] = frozenset()
+        return self.folders[path]
 
     def modified(self, source: StepSource) -> float:
         """Time of a step's newest file, seconds since the epoch."""

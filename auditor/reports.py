@@ -49,6 +49,12 @@ class Coverage:
         self.num_bytes_read += seen.num_bytes_read
         self.num_bytes_reread += seen.num_bytes_reread
 
+    def add_known(self, account: StepAccount) -> None:
+        """Count a step that a ledger knows, and of which nothing was opened."""
+        self.num_tensors += sum(tensor.role is not Role.PADDING for tensor in account.tensors)
+        self.num_pieces += account.num_pieces
+        self.num_bytes_total += sum(file.num_bytes for file in account.files)
+
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
@@ -69,7 +75,7 @@ class StepReport:
 
 
 def step_from_ledger(account: StepAccount) -> StepReport:
-    """What was said of a step whose files are gone."""
+    """What was said of a step whose files are gone, or unchanged."""
     said = account.said
     level = Level[said.level] if said.level in Level.__members__ else Level.NAMES
     return StepReport(

@@ -27,6 +27,7 @@ from auditor.storage.store import Entry
 from auditor.succession import Succession
 from auditor.timeline.findings import findings, findings_of_no_step
 from auditor.timeline.last_good import last_good
+from auditor.unchanged import Known, Listed, known_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +60,15 @@ class RunAudit:
         whole_run = len(sources) == len(source.steps)
         levels = self.of_step.listing.levels(sources, self.settings.level)
         weights = self.of_step.listing.weights_ahead(sources, levels)
-        job = replace(self.of_step, num_bytes_ahead=weights, keeper=self.keeper_of(source), succession=Succession())
-
-        def begin(at: int, before: Begun | None = None) -> Begun:
-            state = before.state if before else None
-            return job.begin(sources[at], levels[at], pointers, state, newest=sources[at] is newest)
-
-        if self.settings.bisect:
-            report.steps, report.bisected = few_steps(len(sources), lambda at: job.finish(begin(at), report))
-            whole_run = whole_run and len(report.steps) == len(sources)
-        else:
-            ahead = lambda at: reading_ahead(job.store, self.coming(sources, levels, at))  # noqa: E731
-            report.steps = [*_overlapping(len(sources), ahead, begin, lambda begun: job.finish(begun, report))]
+        kept = self.keeper_of(source)
+        # Of some of the tensors nothing is kept: others would be missing from the record.
+        keeper = None if self.settings.tensors else kept
+        job = replace(
+            self.of_step, num_bytes_ahead=weights, keeper=keeper, memory=kept, succession=Succession()
+        )  # fmt: skip
+        steps = list(zip(sources, levels, strict=True))
+        report.steps = self.audited(job, steps, pointers, source, report)
+        whole_run = whole_run and len(report.steps) == len(sources)
         states = tuple(step.state for step in report.steps)
         complete = bool(sources) and sources[-1] is newest
         states = decide_commits(
@@ -86,32 +84,75 @@ class RunAudit:
         report.seconds = time.monotonic() - begun
         return report
 
-    def coming(self, sources: Sequence[StepSource], levels: Sequence[Level], at: int) -> Sequence[Entry]:
+    def audited(
+        self, job: StepAudit, steps: Sequence[tuple[StepSource, Level]], pointers: Sequence[PointerState],
+        source: RunSource, report: RunReport,
+    ) -> list[StepReport]:  # fmt: skip
+        """What is said of every step, each by itself and by the save before it."""
+        job, known = self.unchanged(job, steps, pointers, source)
+        for step in known:
+            report.coverage.add_known(step.account)
+            report.mesh = step.account.said.mesh
+
+        def begin(at: int, before: Begun | None = None) -> Begun:
+            state = before.state if before else known[-1].account.said.state if known else None
+            return job.begin(*steps[at], pointers, state, newest=steps[at][0] is source.steps[-1])
+
+        if self.settings.bisect:
+            found, report.bisected = few_steps(len(steps), lambda at: job.finish(begin(at), report))
+            return found
+        ahead = lambda at: reading_ahead(job.store, self.coming(steps, at))  # noqa: E731
+        rest = range(len(known), len(steps))
+        others = _overlapping(rest, ahead, begin, lambda begun: job.finish(begun, report))
+        return [*(step.report() for step in known), *others]
+
+    def unchanged(
+        self, job: StepAudit, steps: Sequence[tuple[StepSource, Level]], pointers: Sequence[PointerState],
+        source: RunSource,
+    ) -> tuple[StepAudit, list[Known]]:  # fmt: skip
+        """The first steps, as far as a ledger knows them as they are, and the audit that goes on after them."""
+        if job.keeper is None or self.settings.bisect:
+            return job, []
+        listed = Listed(job.listing, pointers)
+        found = known_steps(job.keeper, listed, steps, job.wanted(), higher=self.settings.level is None)
+        if found and found[-1].source is source.steps[-1]:
+            states = [step.account.said.state for step in found[-2:]]
+            *_, newest = decide_commits(states, pointers, job.now, self.settings.settle_seconds)
+            if newest.commit is Commit.IN_PROGRESS:
+                found.pop()
+        # What follows is judged by the newest of its format.
+        last = {step.account.format: step for step in found} if len(found) < len(steps) else {}
+        if all(job.resume(step) for step in last.values()):
+            return job, found
+        return replace(job, succession=Succession()), []
+
+    def coming(self, steps: Sequence[tuple[StepSource, Level]], at: int) -> Sequence[Entry]:
         """The files of a step whose headers will be read next."""
-        return self.of_step.listing.files(sources[at]) if at < len(sources) and levels[at] > Level.NAMES else ()
+        return self.of_step.listing.files(steps[at][0]) if at < len(steps) and steps[at][1] > Level.NAMES else ()
 
     def keeper_of(self, source: RunSource) -> Keeper | None:
-        """What the ledger has of a run; None without one, or where some of the tensors alone are asked for."""
-        if self.ledger is None or self.settings.tensors:
+        """What the ledger has of a run; None without one."""
+        if self.ledger is None:
             return None
         alone = bool(source.steps) and source.steps[0].folder.path == source.path
         choices = self.settings.strict_buffers, self.settings.options
         present = frozenset(step.match.step for step in source.steps)
-        if self.run_name:
-            return replace(self.kept(f"{self.run_name}/{source.path}".rstrip("/"), choices), present=present)
         where = self.of_step.store.location, source.path
+        if self.run_name:
+            keeper = self.kept(f"{self.run_name}/{source.path}".rstrip("/"), choices)
+            return replace(keeper, present=present, location=where[0])
         name, root = run_name(*where, alone=alone), root_digest(*where, alone=alone)
         keeper = replace(self.kept(name, choices), root=root)
         if not keeper.is_of(entry for step in source.steps for entry in self.of_step.listing.files(step)):
             # Another run of this name.
             keeper = replace(self.kept(f"{name}@{root}", choices), root=root)
-        return replace(keeper, present=present)
+        return replace(keeper, present=present, location=where[0])
 
     def deleted(self) -> RunReport | None:
         """What the ledger says of a run of which no step is there any more; None where it knows none."""
         source = RunSource("", [])
         keeper = self.keeper_of(source)
-        if keeper is None or not keeper.accounts:
+        if keeper is None or not keeper.accounts or self.settings.tensors:
             return None
         report = RunReport("", chosen=self.of_step.chosen)
         self.remember(keeper, report, source)
@@ -189,12 +230,12 @@ class RunAudit:
 
 
 def _overlapping(
-    count: int, ahead: Callable[[int], AbstractContextManager[None]], begin: Callable[[int, Begun | None], Begun],
+    numbers: range, ahead: Callable[[int], AbstractContextManager[None]], begin: Callable[[int, Begun | None], Begun],
     finish: Callable[[Begun], StepReport],
 ) -> Iterator[StepReport]:  # fmt: skip
     """Steps in their order: the headers of one are read while the weights of the one before it are measured."""
     waiting: Begun | None = None
-    for at in range(count):
+    for at in numbers:
         with ahead(at + 1):
             begun = begin(at, waiting)
             if waiting:

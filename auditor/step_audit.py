@@ -13,7 +13,8 @@ import numpy as np
 from auditor.containers.ahead import read_ahead
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.ledger.keeper import Keeper, Recalled, folder_of
-from auditor.ledger.record import Asked, save_identity
+from auditor.ledger.part import among, of_chosen
+from auditor.ledger.record import Asked, recalled, save_identity
 from auditor.listing import Listing
 from auditor.model.catalog import Catalog, FileState
 from auditor.model.finding import Judgement
@@ -31,8 +32,11 @@ from auditor.settings import Level, Settings
 from auditor.sources import StepSource
 from auditor.stated_optimizer import with_stated
 from auditor.storage.store import ObjectMissingError, Store, num_readers
+from auditor.storage.watched import WatchedStore
 from auditor.succession import NOTHING_ASKED, Asking, Succession, as_listed, with_joints
 from auditor.timeline.last_good import NEEDED
+from auditor.unchanged import Known as KnownStep
+from auditor.unchanged import Listed, history_of, kept_history
 from auditor.vanishing import taken_away, withheld
 from auditor.witnesses import witness_of
 
@@ -63,6 +67,10 @@ class Begun:
     repeated: Mapping[str, Judgement] = field(default_factory=dict)
     """What was said of the two before and holds still."""
     measuring: Pass | None = None
+    listing: str = ""
+    """Digest of its files, for a ledger; empty where something was read that is not listed."""
+    absent: tuple[str, ...] = ()
+    """What was looked for beside it and isn't there."""
 
     @property
     def judged_by(self) -> str:
@@ -92,7 +100,9 @@ class StepAudit:
     num_bytes_ahead: int = 0
     """About how much will be read of the run: what decides which kernels are worth their loading."""
     keeper: Keeper | None = None
-    """What the ledger has of the run."""
+    """What the ledger has of the run, to which this audit adds."""
+    memory: Keeper | None = None
+    """The same, where only what was measured is taken from it."""
     succession: Succession = field(default_factory=Succession)
     """Of the run under way."""
 
@@ -101,11 +111,12 @@ class StepAudit:
         newest: bool,
     ) -> Begun:  # fmt: skip
         """Read a step's headers and have its weights measured. ``before``: the step before it, where one is known."""
-        full, catalog = self.catalogs(source, level)
+        watched = WatchedStore(self.store)
+        full, catalog = self.catalogs(source, level, watched)
         state = step_state(full, self.listing.modified(source))
         if newest:
-            known = [before] if before else []
-            *_, state = decide_commits([*known, state], pointers, self.now, self.settings.settle_seconds)
+            others = [before] if before else []
+            *_, state = decide_commits([*others, state], pointers, self.now, self.settings.settle_seconds)
         in_progress = state.commit is Commit.IN_PROGRESS
         still = withheld(full, self.listing, source, in_progress=in_progress)
         if still is not full:
@@ -116,12 +127,14 @@ class StepAudit:
         if in_progress:
             return Begun(source, level, full, catalog, state)
         asked = self.asked(catalog, level)
-        recalled = self.keeper.recall(catalog, asked) if self.keeper else None
-        repeated = self.repeated(catalog, level, recalled)
-        asking = self.beside(catalog, level, recalled, repeated)
-        wanted = NO_WEIGHTS if recalled else asked
+        known = self.recall(full, catalog, asked)
+        repeated = self.repeated(catalog, level, known)
+        asking = self.beside(catalog, level, known, repeated)
+        wanted = NO_WEIGHTS if known else asked
         measuring = self.begin_pass(catalog, wanted, source.folder.path, asking.beside)
-        return Begun(source, level, full, catalog, state, asked, recalled, asking, repeated, measuring)
+        listed = Listed(self.listing, pointers)
+        of_files = listed.digest_of_all(source, full, watched.seen) if self.keeper else ()
+        return Begun(source, level, full, catalog, state, asked, known, asking, repeated, measuring, *of_files)
 
     def finish(self, begun: Begun, report: RunReport) -> StepReport:
         """Wait for a step's measures and judge it; steps are finished in order, or at least by rising number."""
@@ -163,17 +176,55 @@ class StepAudit:
             wholeness = {key: item.doubted(changed) for key, item in wholeness.items()}
         failures = _failures(catalog, {} if changed else observations.failures)
         if self.keeper and level > Level.NAMES and not failures and not changed:
-            said = self.keeper.said(state, judgements, wholeness, level.name, full, begun.judged_by)
-            self.keeper.keep(catalog, observations, begun.asked, said, known, where)
+            self.keep(begun, observations, judgements, wholeness, state)
         return StepReport(state, level, judgements, wholeness, changed, failures, full.opaque, full.mesh, bool(known))
 
-    def catalogs(self, source: StepSource, level: Level) -> tuple[Catalog, Catalog]:
+    def keep(
+        self, begun: Begun, observations: Observations, judgements: Mapping[str, Judgement],
+        wholeness: Mapping[str, Judgement], state: StepState,
+    ) -> None:  # fmt: skip
+        """Have the ledger keep what was measured and said of a step."""
+        assert self.keeper
+        assert begun.asked
+        catalog, run = begun.catalog, self.succession
+        said = self.keeper.said(
+            state, judgements, wholeness, begun.level.name, catalog, begun.judged_by, begun.listing, begun.absent,
+            run.rates[catalog.format],
+        )  # fmt: skip
+        history = kept_history(catalog, run.history[catalog.format])
+        where = folder_of(self.store.location, begun.source.folder.path)
+        self.keeper.keep(catalog, observations, begun.asked, said, begun.known, where, history)
+
+    def resume(self, known: KnownStep) -> bool:
+        """Go on after a step that is unchanged, of which headers alone are read; False where that can't be."""
+        assert self.keeper
+        _, catalog = self.catalogs(known.source, known.level)
+        with self.keeper.noting():
+            record = self.keeper.ledger.record(known.name)
+            seen = recalled(record, catalog, self.asked(catalog, known.level))
+            if seen is not None:
+                evidence = StepEvidence(catalog, seen, unread(known.level), self.settings.strict_buffers)
+                said, history = known.account.said, history_of(record.account, record.history)
+                self.succession.resume(evidence, said.judgements, self.judged, history, frozenset(said.rates))
+                return True
+        return False
+
+    def wanted(self) -> Mapping[Level, frozenset[str]]:
+        """Level to the ids of what speaks of a step at it."""
+        return {
+            level: frozenset(i.id for i in self.reached(level, self.judged) if i.judge_step or i.judge_motion)
+            for level in Level
+        }
+
+    def catalogs(
+        self, source: StepSource, level: Level, watched: WatchedStore | None = None
+    ) -> tuple[Catalog, Catalog]:  # fmt: skip
         """All that a step stores, and of it the tensors that were chosen."""
         options = replace(self.settings.options, names_only=level is Level.NAMES)
         if level > Level.NAMES:
             read_ahead(self.store, self.listing.files(source))
         try:
-            full = source.adapter.read(self.store, source.folder, source.match, options)
+            full = source.adapter.read(watched or self.store, source.folder, source.match, options)
         except ObjectMissingError:
             if not self.listing.changed(source):
                 raise
@@ -207,7 +258,12 @@ class StepAudit:
         catalog = begun.catalog
         seen = begun.measuring.finish() if begun.measuring else None
         if begun.known:
-            return begun.known.observations if seen is None else with_joints(begun.known.observations, seen)
+            known = begun.known.observations
+            seen = known if seen is None else with_joints(known, seen)
+            if catalog is begun.full:
+                return seen
+            # Of all tensors, not every difference is measured.
+            asked = replace(asked, checksums=False)
         seen = seen or unobserved(catalog)
         if asked.differences and not seen.changed:
             seen = measure_differences(self.store, catalog, seen)
@@ -215,6 +271,14 @@ class StepAudit:
             progress = partial(self.progress, begun.source.folder.path)
             seen = verify_checksums(self.store, catalog, seen, self.executor, progress, digests=asked.digests)
         return seen
+
+    def recall(self, full: Catalog, catalog: Catalog, asked: Asked) -> Recalled | None:
+        """What a ledger knows of what is asked."""
+        if self.memory is None or catalog is full:
+            return self.memory.recall(catalog, asked) if self.memory else None
+        chosen = full.chosen(self.settings.wants_tensor)
+        found = self.memory.recall(full, among(full, chosen, asked))
+        return replace(found, observations=of_chosen(full, chosen, found.observations)) if found else None
 
     def repeated(self, catalog: Catalog, level: Level, known: Recalled | None) -> Mapping[str, Judgement]:
         """What was said before of the same step by the same save before it, at such a level."""

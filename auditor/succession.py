@@ -118,9 +118,25 @@ class Succession:
         if known is not None and known.catalog.step >= evidence.catalog.step:
             return
         self.history.setdefault(name, History()).add(known, evidence)
-        self.before[name] = evidence
         betas = (group.hyperparameters.get("betas") for group in evidence.catalog.groups)
         self.rates[name] = self.rates.get(name, frozenset()) | frozenset(betas)
+        self._follow(evidence, judgements, items)
+
+    def resume(
+        self, evidence: StepEvidence, judgements: Mapping[str, Judgement], items: Sequence[Invariant],
+        history: History, rates: Set[tuple[float, ...]],
+    ) -> None:  # fmt: skip
+        """Go on after a save that a ledger knows as it is, with what that keeps of it and of the saves before it."""
+        name = evidence.catalog.format
+        self.listed[name], self.recalled[name] = as_listed(evidence.catalog, evidence.unread), True
+        self.history[name], self.rates[name] = history, frozenset(betas or None for betas in rates)
+        self._follow(evidence, judgements, items)
+
+    def _follow(
+        self, evidence: StepEvidence, judgements: Mapping[str, Judgement], items: Sequence[Invariant]
+    ) -> None:  # fmt: skip
+        name = evidence.catalog.format
+        self.before[name] = evidence
         severities = {item.id: item.severity for item in items}
         places = [
             location

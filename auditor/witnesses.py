@@ -7,6 +7,7 @@ refuse one that isn't empty, or take every folder in it for something of theirs.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 
 from auditor.committed import is_as_committed
@@ -14,6 +15,7 @@ from auditor.containers.damage import DamagedError
 from auditor.containers.witness_file import read_part
 from auditor.discovery import OURS
 from auditor.invariants.witnessed import STALE_SECONDS
+from auditor.listing import Listing
 from auditor.model.witness import Witness, WitnessedTensor, WitnessPart, usable
 from auditor.storage.roots import above
 from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, base_name, join
@@ -57,6 +59,19 @@ def witness_of(store: Store, path: str, step: int, modified: float) -> Witness |
     if witness is not None and late and is_as_committed(store, folder, path):
         witness.seconds_before = 0.0
     return witness
+
+
+def witness_entries(listing: Listing, path: str) -> list[Entry]:
+    """What lies in the folder of the witness of the step in ``path``."""
+    if not path:
+        found = above(listing.store)
+        listing, path = (Listing(found[0]), found[1]) if found else (listing, "")
+    folder = witness_folder(path)
+    if not path or folder not in listing.folder(folder.rpartition("/")[0]):
+        return []
+    with suppress(StorageError):
+        return list(listing.store.list(folder))
+    return []
 
 
 def read_witness(store: Store, folder: str, step: int, modified: float = 0.0) -> Witness | None:

@@ -19,7 +19,11 @@ from auditor.report.ledger_report import distance
 from auditor.reports import Report
 from auditor.settings import Settings
 from auditor.storage.local import LocalStore
+from auditor.storage.store import Store
+from auditor.storage.watched import WatchedStore
 
+TABLES = {"numbers", "lanes", "extrema", "sum_squares"}
+"""Of a record, what grows with the number of pieces."""
 SAVES, EVERY, ONSET, SEED = 40, 10, 265, 20240611
 """From update 265 on one rank does not clip its gradients: the save of step 270 is the first to show it."""
 
@@ -54,7 +58,7 @@ def train(root: Path, width: int) -> None:
                 torch.save(content, folder / f"rank_{rank}.pt")
 
 
-def told(name: str, report: Report, seconds: float, cpu: float) -> None:
+def told(name: str, report: Report, files: int, seconds: float, cpu: float) -> None:
     (run,) = report.runs
     (drift,) = [finding for finding in run.findings if finding.id == "REP001"]
     interval = drift.intervals[-1]
@@ -63,22 +67,34 @@ def told(name: str, report: Report, seconds: float, cpu: float) -> None:
     looked = sum(not step.recalled for step in run.steps)
     onset = f"onset ({interval.last_good}, {interval.first_bad}]"
     seen = f"{looked:>3} steps read  {run.coverage.num_bytes_read / 1e6:9.2f} MB"
-    print(f"{name:<22} {seen}  {seconds:6.2f} s  {cpu:6.2f} cpu-s  {onset}  law {law}")
+    print(
+        f"{name:<22} {seen} of weights  {files:>3} files opened  {seconds:6.2f} s  {cpu:6.2f} cpu-s  {onset}  law {law}"
+    )
 
 
 def measure(root: Path, ledger: Path) -> None:
-    store = LocalStore(root)
+    last = root / f"step_{SAVES * EVERY}"
+    away = last.rename(root.parent / last.name)
+
+    def back(store: Store) -> Report:
+        away.rename(last)
+        return audit(store, Settings(), ledger=open_ledger(str(ledger)))
+
     cases = {
-        "scan": lambda: audit(store, Settings()),
-        "scan, ledger written": lambda: audit(store, Settings(), ledger=open_ledger(str(ledger))),
-        "ledger only": lambda: audit(store, Settings(), ledger=open_ledger(str(ledger))),
-        "bisect": lambda: audit(store, Settings(bisect=True)),
+        "scan of all but one": lambda store: audit(store, Settings()),
+        "ledger written": lambda store: audit(store, Settings(), ledger=open_ledger(str(ledger))),
+        "nothing changed": lambda store: audit(store, Settings(), ledger=open_ledger(str(ledger))),
+        "one save more": back,
+        "scan": lambda store: audit(store, Settings()),
+        "bisect": lambda store: audit(store, Settings(bisect=True)),
     }
-    audit(store, Settings())
+    audit(LocalStore(root), Settings())
     for name, case in cases.items():
-        found = []
-        taken = take(lambda case=case, found=found: found.append(case()))
-        told(name, found[0], taken.wall, taken.cpu)
+        found: list[Report] = []
+        store = WatchedStore(LocalStore(root))
+        taken = take(lambda case=case, found=found, store=store: found.append(case(store)))
+        files = sum((root / seen).is_file() for seen in store.seen)
+        told(name, found[0], files, taken.wall, taken.cpu)
 
 
 def sizes(root: Path, ledger: Path) -> None:
@@ -89,7 +105,7 @@ def sizes(root: Path, ledger: Path) -> None:
     accounts = [known.account(name) for name in names]
     num_pieces, num_contents = (sum(getattr(one, key) for one in accounts) for key in ("num_pieces", "num_contents"))
     distinct = sum(one.num_sketches for one in accounts)
-    of_pieces = sum(path.stat().st_size for path in files if "pieces" in path.parts)
+    of_pieces = sum(path.stat().st_size for path in files if not TABLES.isdisjoint(path.parts))
     of_sketches = sum(path.stat().st_size for path in files if "sketches" in path.parts)
     total = sum(path.stat().st_size for path in files)
     run_bytes = sum(path.stat().st_size for path in root.rglob("*.pt"))
@@ -97,7 +113,11 @@ def sizes(root: Path, ledger: Path) -> None:
           f"{num_pieces} pieces, {num_contents} contents of which {distinct} distinct")  # fmt: skip
     sketch, rest = of_sketches / max(1, distinct), (total - of_pieces) / max(1, distinct)
     each = f"sketches {sketch:.0f} B, all but pieces {rest:.0f} B"
-    print(f"  columns of pieces {of_pieces / num_pieces:.1f} B a piece; {each} a distinct content")
+    described = sum(path.stat().st_size for path in files if path.name == "zarr.json" and TABLES & {*path.parts})
+    data = (of_pieces - described) / num_pieces
+    print(
+        f"  measured of pieces {data:.1f} B each, and {described / len(names):.0f} B a step; {each} a distinct content"
+    )
     first, last = (known.record(names[at]) for at in (0, -1))
     true = true_distance(root / "step_10/rank_0.pt", root / f"step_{SAVES * EVERY}/rank_0.pt")
     print(f"  weights of the first and the last save: {distance(first, last):.4f} by sketches, {true:.4f} truly")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
 
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.neighbours import Neighbours, Past
@@ -35,7 +33,7 @@ def sizes_follow_their_past(neighbours: Neighbours) -> Judgement:
         past = neighbours.history.of(*key)
         if pair is None:
             found.unknown(neighbours.why_unseen(key[1]), key[1])
-        elif len(past.sizes) < _SAVES:
+        elif past.num_saves < _SAVES:
             found.not_applicable[f"fewer than {_SAVES} earlier saves"] += 1
         elif detail := _jump(key[0], pair[1], past):
             tensor = neighbours.after.catalog.tensors[number]
@@ -51,28 +49,19 @@ def sizes_follow_their_past(neighbours: Neighbours) -> Judgement:
 
 def _jump(role: Role, seen: Seen, past: Past) -> str:
     """By how much a tensor's size is not what its past says; empty where it is."""
-    words = (("its root mean square is", past.sizes, seen.root_mean_square),
+    words = (("its root mean square is", past.mean, seen.root_mean_square),
              ("its largest element is", past.largest, seen.largest))  # fmt: skip
     for words_of, sizes, size in words:
-        limit = _limit(role, sizes)
-        if limit is None or not math.isfinite(size) or size <= 0:
+        # A size that was zero, or no number, of late says nothing.
+        if sizes.num_good < _SAVES or not math.isfinite(size) or size <= 0:
             continue
-        change = math.log2(size) - math.log2(sizes[-1])
+        limit = max(_LEAST[role], _TIMES * sizes.largest_change)
+        change = math.log2(size) - math.log2(sizes.last)
         if abs(change) > limit:
             times = f"2^{abs(change):.0f} times as {'large' if change > 0 else 'small'} as"
-            known = f"in the save before ({sizes[-1]:.3g}); 2^{limit:.0f} at most was to be expected"
+            known = f"in the save before ({sizes.last:.3g}); 2^{limit:.0f} at most was to be expected"
             return f"jumped: {words_of} {size:.3g}, {times} {known}"
     return ""
-
-
-def _limit(role: Role, sizes: Sequence[float]) -> float | None:
-    """The most by which a size may change, as a power of two; None where it was zero, or not a number, of late."""
-    known = sizes[-_SAVES:]
-    if any(size <= 0 or not math.isfinite(size) for size in known):
-        return None
-    logs = [math.log2(size) for size in sizes if size > 0 and math.isfinite(size)]
-    changes = [abs(after - before) for before, after in pairwise(logs)]
-    return max(_LEAST[role], _TIMES * max(changes, default=0.0))
 
 
 INVARIANTS = (

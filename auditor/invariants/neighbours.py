@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
@@ -22,21 +23,64 @@ Key = tuple[Role, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Sizes:
+    """One measure of a tensor's size over the saves so far, in few numbers."""
+
+    last: float = 0.0
+    """In the newest save in which the tensor was read whole."""
+    num_good: int = 0
+    """Saves up to the newest in which it was a positive number, without one in between in which it wasn't."""
+    largest_change: float = 0.0
+    """From one save in which it was a positive number to the next such one, as a power of two."""
+    last_good: float = 0.0
+
+    def then(self, size: float) -> Sizes:
+        """With the next save's."""
+        if not (size > 0 and math.isfinite(size)):
+            return Sizes(size, 0, self.largest_change, self.last_good)
+        change = abs(math.log2(size) - math.log2(self.last_good)) if self.last_good else 0.0
+        return Sizes(size, self.num_good + 1, max(self.largest_change, change), size)
+
+
+@dataclass(frozen=True, slots=True)
 class Past:
     """What earlier saves said of one tensor."""
 
     num_moved: int = 0
     """Times that its bits were others than in the save before."""
     num_still: int = 0
-    sizes: tuple[float, ...] = ()
-    """Root mean square in each save in which it was read whole, the newest last."""
-    largest: tuple[float, ...] = ()
-    """Largest absolute value in each of them."""
+    num_saves: int = 0
+    """In which it was read whole."""
+    mean: Sizes = Sizes()
+    """Root mean square."""
+    largest: Sizes = Sizes()
+    """Largest absolute value."""
+
+    def then(self, before: Seen | None, after: Seen) -> Past:
+        """With the next save. ``before``: what was seen in the last one."""
+        moved = before is not None and before.lanes != after.lanes
+        return Past(
+            self.num_moved + moved, self.num_still + (before is not None and not moved), self.num_saves + 1,
+            self.mean.then(after.root_mean_square), self.largest.then(after.largest),
+        )  # fmt: skip
+
+    def numbers(self) -> tuple[float, ...]:
+        """All of it, as a ledger keeps it."""
+        sizes = (getattr(one, item.name) for one in (self.mean, self.largest) for item in fields(Sizes))
+        return self.num_moved, self.num_still, self.num_saves, *sizes
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Past:
+        """What :meth:`numbers` made."""
+        moved, still, saves = (int(number) for number in numbers[:3])
+        sizes = (numbers[3:7], numbers[7:])
+        mean, largest = (Sizes(last, int(good), change, kept) for last, good, change, kept in sizes)
+        return cls(moved, still, saves, mean, largest)
 
 
 @dataclass(slots=True)
 class History:
-    """What all saves so far said of each tensor: a few numbers a tensor and save."""
+    """What all saves so far said of each tensor: a few numbers a tensor, whatever the number of saves."""
 
     past: dict[Key, Past] = field(default_factory=dict)
 
@@ -48,12 +92,7 @@ class History:
         """Take in the next save."""
         old = {} if before is None else seen_by_key(before)
         for key, seen in seen_by_key(after).items():
-            past, known = self.past.get(key, Past()), old.get(key)
-            moved = known is not None and known.lanes != seen.lanes
-            self.past[key] = Past(
-                past.num_moved + moved, past.num_still + (known is not None and not moved),
-                (*past.sizes, seen.root_mean_square), (*past.largest, seen.largest),
-            )  # fmt: skip
+            self.past[key] = self.of(*key).then(old.get(key), seen)
 
 
 @dataclass(eq=False)

@@ -1,6 +1,6 @@
-"""Columns as Zarr v3 arrays, compressed with gzip; written and read without zarr, whole, and bounded.
+"""Columns, and tables of columns, as Zarr v3 arrays compressed with gzip; written and read without zarr, and bounded.
 
-Every number is kept in the smallest type that holds the whole column exactly. A column of one value is its fill value
+Every number is kept in the smallest type that holds the whole array exactly. An array of one value is its fill value
 and has no chunk: chunks that are written are named in the commit, so none is missing unnoticed.
 """
 
@@ -23,7 +23,7 @@ DOCUMENT = "zarr.json"
 LEVEL = 6
 CHUNK_ROWS = 1 << 20
 MAX_BYTES = 1 << 30
-"""Of one column, decompressed: that of a hundred million pieces has as many."""
+"""Of one column, decompressed: that of a hundred million pieces has as many. A table has as many columns as rows."""
 MAX_DOCUMENT_BYTES = 1 << 16
 _TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float32", "float64")
 _NARROW = {"i": ("<i1", "<i2", "<i4"), "u": ("<u1", "<u2", "<u4"), "f": ("<f4",)}
@@ -34,31 +34,32 @@ def group(attributes: Mapping[str, Any]) -> bytes:
     return _text({"zarr_format": 3, "node_type": "group", "attributes": dict(attributes)})
 
 
-def written(name: str, values: NDArray[Any], rows: int = CHUNK_ROWS) -> Iterator[tuple[str, bytes]]:
-    """The objects of one array under ``name``, of ``rows`` a chunk."""
+def written(name: str, values: NDArray[Any], rows: int = CHUNK_ROWS, along: int = 0) -> Iterator[tuple[str, bytes]]:
+    """The objects of one array under ``name``, of ``rows`` a chunk in the direction ``along``."""
     values = narrowed(values)
-    constant = len(values) > 0 and bool((values.view(_bits(values)) == values.view(_bits(values))[:1]).all())
-    rows = min(rows, max(1, len(values)))
-    fill = values.reshape(-1)[0].item() if constant and values.ndim == 1 else 0
+    bits = values.view(_bits(values))
+    constant = values.size > 0 and bool((bits == bits.flat[0]).all())
+    chunk = [max(1, extent) for extent in values.shape]
+    chunk[along] = min(rows, chunk[along])
     yield f"{name}/{DOCUMENT}", _text({
         "zarr_format": 3, "node_type": "array", "shape": list(values.shape), "data_type": values.dtype.name,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [rows, *values.shape[1:]]}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": _fill(fill), "attributes": {},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "chunk_key_encoding": {"name": "default"}, "fill_value": _fill(values.flat[0].item()) if constant else 0,
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}},
                    {"name": "gzip", "configuration": {"level": LEVEL}}],
     })  # fmt: skip
-    if constant and values.ndim == 1:
+    if constant:
         return
-    for number, first in enumerate(range(0, len(values), rows)):
-        part = values[first : first + rows].tobytes()
-        whole = rows * math.prod(values.shape[1:]) * values.itemsize
-        key = "/".join(["c", str(number), *("0" for _ in values.shape[1:])])
-        yield f"{name}/{key}", gzip.compress(part.ljust(whole, b"\0"), LEVEL, mtime=0)
+    for first in range(0, values.shape[along], chunk[along]):
+        at = [slice(None)] * values.ndim
+        at[along] = slice(first, first + chunk[along])
+        part = values[tuple(at)]
+        whole = np.pad(part, [(0, full - extent) for full, extent in zip(chunk, part.shape, strict=True)])
+        yield _key(name, values.ndim, along, first // chunk[along]), gzip.compress(whole.tobytes(), LEVEL, mtime=0)
 
 
-def read(name: str, objects: Mapping[str, bytes], num_rows: int) -> NDArray[Any]:
-    """The array under ``name``, of ``num_rows`` along its first dim, in the type in which it was written.
+def read(name: str, objects: Mapping[str, bytes], *shape: int) -> NDArray[Any]:
+    """The array of ``shape`` under ``name``, in the type in which it was written.
 
     Raises:
         DamagedError: it is no array as :func:`written` writes them, or a chunk is missing or broken.
@@ -66,22 +67,33 @@ def read(name: str, objects: Mapping[str, bytes], num_rows: int) -> NDArray[Any]
     """
     if f"{name}/{DOCUMENT}" not in objects:
         raise DamagedError(f"it has no array {name}")
-    shape, dtype, rows, fill = _described(objects[f"{name}/{DOCUMENT}"])
-    width = math.prod(shape[1:]) * dtype.itemsize
-    if shape[0] != num_rows:
-        raise DamagedError(f"its array {name} has {shape[0]} rows where {num_rows} are wanted")
-    if shape[0] * width > MAX_BYTES or rows * width > MAX_BYTES:
+    found, dtype, chunk, fill = _described(objects[f"{name}/{DOCUMENT}"])
+    if found != shape:
+        raise DamagedError(f"its array {name} has the shape {found} where {shape} is wanted")
+    along = next((dim for dim, extent in enumerate(shape) if chunk[dim] != max(1, extent)), 0)
+    of_chunk = math.prod(chunk) * dtype.itemsize
+    if max(math.prod(shape) * dtype.itemsize, of_chunk) > MAX_BYTES * (shape[0] if along else 1):
         raise LimitError(f"its array {name} is larger than any honest one")
-    keys = ["/".join([name, "c", str(n), *("0" for _ in shape[1:])]) for n in range(-(-shape[0] // rows))]
+    keys = [_key(name, len(shape), along, number) for number in range(-(-shape[along] // chunk[along]))]
     if not any(key in objects for key in keys):
         return np.full(shape, fill, dtype)
-    parts = []
-    for key in keys:
+    values = np.empty(shape, dtype)
+    for number, key in enumerate(keys):
         if key not in objects:
             raise DamagedError(f"{key} is missing")
-        parts.append(_inflated(key, objects[key], rows * width))
-    flat = np.frombuffer(b"".join(parts), dtype)
-    return flat.reshape(-1, *shape[1:])[: shape[0]]
+        part = np.frombuffer(_inflated(key, objects[key], of_chunk), dtype).reshape(chunk)
+        first = number * chunk[along]
+        kept = min(chunk[along], shape[along] - first)
+        at = [slice(extent) for extent in shape]
+        at[along] = slice(kept)
+        into = [slice(None)] * len(shape)
+        into[along] = slice(first, first + kept)
+        values[tuple(into)] = part[tuple(at)]
+    return values
+
+
+def _key(name: str, num_dims: int, along: int, number: int) -> str:
+    return "/".join([name, "c", *(str(number if dim == along else 0) for dim in range(num_dims))])
 
 
 def text(key: str, raw: bytes, limit: int) -> bytes:
@@ -119,11 +131,11 @@ def _fill(value: Any) -> Any:
 
 
 def _text(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, sort_keys=True).encode()
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _described(raw: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int, Any]:
-    """Shape, type, rows a chunk and fill value of an array."""
+def _described(raw: bytes) -> tuple[tuple[int, ...], np.dtype[Any], list[int], Any]:
+    """Shape, type, shape of a chunk and fill value of an array."""
     if len(raw) > MAX_DOCUMENT_BYTES:
         raise LimitError("an array's document is longer than any honest one")
     document = parse_json(raw)
@@ -135,7 +147,8 @@ def _described(raw: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int, Any]:
     good = isinstance(shape, list) and isinstance(chunk, list) and 1 <= len(shape) == len(chunk) <= 2
     if not good or not all(type(n) is int and 0 <= n < 1 << 40 for n in [*shape, *chunk]):
         raise DamagedError("an array's document has no shape")
-    if name not in _TYPES or chunk[0] < 1 or chunk[1:] != shape[1:]:
+    cut = sum(part != max(1, extent) for part, extent in zip(chunk, shape, strict=True))
+    if name not in _TYPES or min(chunk) < 1 or cut > 1:
         raise DamagedError("an array's document is none of a ledger's")
     words = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
     fill = words.get(fill, fill) if isinstance(fill, str) else fill
@@ -143,7 +156,7 @@ def _described(raw: bytes) -> tuple[tuple[int, ...], np.dtype[Any], int, Any]:
         raise DamagedError("an array's fill value is no number")
     if name[0] != "f" and not np.iinfo(name).min <= fill <= np.iinfo(name).max:
         raise DamagedError("an array's fill value does not fit its type")
-    return tuple(shape), np.dtype(name).newbyteorder("<"), chunk[0], fill
+    return tuple(shape), np.dtype(name).newbyteorder("<"), chunk, fill
 
 
 def _inflated(key: str, raw: bytes, num_bytes: int, *, exact: bool = True) -> bytes:

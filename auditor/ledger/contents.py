@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,9 @@ class Contents:
     sketch: NDArray[np.int64]
     """Row of ``sketches``; -1 where there is none."""
     totals: NDArray[np.void]
-    """Rows of :data:`~auditor.model.observation.OBSERVED`, over all pieces of the replica; kept are digests, counts,
-    extrema and squares."""
+    """Rows of :data:`~auditor.model.observation.OBSERVED`, over all pieces of the replica."""
+    num_elements: NDArray[np.int64]
+    """Of all its pieces."""
     sketches: NDArray[np.float64] = field(default_factory=lambda: np.zeros((0, BUCKETS)))
     """Shape (contents, 64)."""
 
@@ -31,26 +32,40 @@ class Contents:
 
 
 _NONE = np.zeros(0, np.int64)
-NOTHING = Contents(_NONE, _NONE, _NONE, np.zeros(0, OBSERVED))
+NOTHING = Contents(_NONE, _NONE, _NONE, np.zeros(0, OBSERVED), _NONE)
+_COMBINE = {"minimum": np.minimum, "maximum": np.maximum, "bits_used": np.bitwise_or, "read": np.maximum}
+
+
+def places_of(catalog: Catalog) -> NDArray[np.int64]:
+    """Of every piece, tensor, replica and number of elements; shape (3, pieces)."""
+    pieces = catalog.pieces
+    return np.array([pieces.tensor, pieces.replica, pieces.num_elements()], np.int64)
 
 
 def contents_of(catalog: Catalog, observations: Observations) -> Contents:
     """The contents of all replicas that were read whole; equal ones share a sketch."""
-    pieces, seen = catalog.pieces, observations.pieces
-    order = np.lexsort((pieces.replica, pieces.tensor)) if len(pieces) else np.zeros(0, np.int64)
+    found = summed(places_of(catalog), observations.pieces)
+    sketch, sketches = _sketches(catalog, observations, found.tensor, found.replica, found.totals)
+    return replace(found, sketch=sketch, sketches=sketches)
+
+
+def summed(places: NDArray[np.int64], pieces: NDArray[np.void]) -> Contents:
+    """The replicas of which all pieces were read, in order of tensor and replica, without sketches.
+
+    ``places``: as :func:`places_of`; ``pieces``: rows of OBSERVED.
+    """
+    order = np.lexsort((places[1], places[0]))
     if not len(order):
         return NOTHING
-    tensor, replica = pieces.tensor[order].astype(np.int64), pieces.replica[order].astype(np.int64)
+    tensor, replica, sizes = places[:, order]
     opens = np.concatenate([[True], (tensor[1:] != tensor[:-1]) | (replica[1:] != replica[:-1])])
     first = np.flatnonzero(opens)
-    whole = np.logical_and.reduceat(seen["read"][order] == Read.DONE, first)
+    whole = np.logical_and.reduceat(pieces["read"][order] == Read.DONE, first)
     totals = np.zeros(len(first), OBSERVED)
     for name in OBSERVED.names or ():
-        combine = {"minimum": np.minimum, "maximum": np.maximum, "bits_used": np.bitwise_or, "read": np.maximum}
-        totals[name] = combine.get(name, np.add).reduceat(seen[name][order], first)
-    first, totals = first[whole], totals[whole]
-    sketch, sketches = _sketches(catalog, observations, tensor[first], replica[first], totals)
-    return Contents(tensor[first], replica[first], sketch, totals, sketches)
+        totals[name] = _COMBINE.get(name, np.add).reduceat(pieces[name][order], first)
+    sizes, first = np.add.reduceat(sizes, first)[whole], first[whole]
+    return Contents(tensor[first], replica[first], np.full(len(first), -1), totals[whole], sizes)
 
 
 def _sketches(

@@ -7,6 +7,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from auditor import __version__
 from auditor.containers.damage import DamagedError
 from auditor.ledger.changes import BEGINNING, Lineage, change_since, continued, is_on
@@ -70,6 +73,8 @@ class Keeper:
     """The steps that are there."""
     placed: dict[tuple[int, str], Place] = field(default_factory=dict)
     """By step and folder, those of this audit."""
+    location: str = ""
+    """What a person calls the root of the store that is audited."""
 
     @classmethod
     def of(cls, ledger: Ledger, run: str, choices: Sequence[object]) -> Keeper:
@@ -204,22 +209,38 @@ class Keeper:
         judged, unless that is deleted: what was said by it then is more than what can be said without it.
         """
         said = known.record.account.said
-        same = (said.choices, said.tool) == (self.choices, __version__) and said.level in levels
+        return said.judgements if said.level in levels and self.holds(said, before) else {}
+
+    def holds(self, said: Said, before: str) -> bool:
+        """Whether what was said is what these choices and this version say, and by the same save ``before``."""
         step = said.before.partition(" ")[0]
         deleted = step.isdecimal() and int(step) not in self.present
-        return said.judgements if same and (said.before == before or deleted) else {}
+        same = (said.choices, said.tool) == (self.choices, __version__)
+        return same and (said.before == before or deleted)
+
+    def told(self, account: StepAccount, path: str) -> StepAccount:
+        """An account of a step that is there, in ``path``; its place is that of this audit."""
+        self.placed[account.step, account.folder] = Place(account.folder, account.sequence, account.lineage)
+        return _told_from(account, path)
 
     def said(
         self, state: StepState, judgements: Mapping[str, Judgement], wholeness: Mapping[str, Judgement], level: str,
-        catalog: Catalog, before: str,
+        catalog: Catalog, before: str, listing: str, absent: Iterable[str], rates: frozenset[object],
     ) -> Said:  # fmt: skip
-        """What this audit says of a step. ``before``: the save by which its motion was judged."""
-        opaque = dict(catalog.opaque)
-        return Said(state, judgements, wholeness, level, __version__, self.choices, opaque, catalog.mesh, before)
+        """What this audit says of a step.
+
+        ``before``: the save by which its motion was judged; ``listing``: digest of its files; ``absent``: what was
+        looked for beside it and isn't there; ``rates``: betas that it and the saves before it record.
+        """
+        numbers = sorted(rate if isinstance(rate, tuple) else () for rate in rates)
+        return Said(
+            state, judgements, wholeness, level, __version__, self.choices, dict(catalog.opaque), catalog.mesh, before,
+            listing, tuple(map(base_name, absent)) if listing else (), tuple(numbers),
+        )  # fmt: skip
 
     def keep(
         self, catalog: Catalog, observations: Observations, asked: Asked, said: Said, known: Recalled | None,
-        folder: str,
+        folder: str, history: NDArray[np.float64],
     ) -> None:  # fmt: skip
         """Write what was measured and said, where the ledger does not have it.
 
@@ -229,7 +250,7 @@ class Keeper:
             return
         if known is not None and self._is_said(known.record.account.said, said):
             return
-        record = record_of(catalog, observations, asked, said, self.placed[catalog.step, folder])
+        record = record_of(catalog, observations, asked, said, self.placed[catalog.step, folder], history)
         record = replace(record, account=replace(record.account, root=self.root))
         if known is not None:
             record = _more(known.record, record)
@@ -242,7 +263,7 @@ class Keeper:
 
     @staticmethod
     def _is_said(before: Said, said: Said) -> bool:
-        same = (before.choices, before.tool, before.before) == (said.choices, said.tool, said.before)
+        same = all(getattr(before, name) == getattr(said, name) for name in ("choices", "tool", "before", "listing"))
         return same and said.judgements.keys() <= before.judgements.keys()
 
 
@@ -255,14 +276,19 @@ def _more(before: StepRecord, now: StepRecord) -> StepRecord:
     account = replace(
         account, measured=old.measured, num_contents=old.num_contents, num_sketches=old.num_sketches
     )  # fmt: skip
-    return replace(before, account=account)
+    return replace(before, account=account, history=now.history)
 
 
 def _told(account: StepAccount, path: str) -> StepAccount:
     """An account of a step in the run at ``path``, whose folder is gone."""
-    step = join(path, account.folder)
+    found = _told_from(account, join(path, account.folder))
+    return replace(found, said=replace(found.said, state=replace(found.said.state, deleted=True)))
+
+
+def _told_from(account: StepAccount, step: str) -> StepAccount:
+    """An account whose paths are told from the step's path."""
     said = moved(account.said, lambda kept: below_root(kept, step))
-    return replace(account, said=replace(said, state=replace(said.state, path=step, deleted=True)))
+    return replace(account, said=replace(said, state=replace(said.state, path=step)))
 
 
 def _branch(number: int, accounts: Mapping[int, StepAccount]) -> Branch:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from auditor.ledger.contents import NOTHING, Contents, contents_of
+from auditor.ledger.contents import NOTHING, Contents, contents_of, places_of
 from auditor.model.catalog import WITHHELD, Catalog, FileState, Role, Scalar
 from auditor.model.finding import Judgement
 from auditor.model.mesh import NO_MESH, Coordinate, Mesh
@@ -22,7 +22,8 @@ from auditor.model.observation import OBSERVED, Difference, FileChecksums, Obser
 from auditor.model.pairing import Pairing, PairResult
 from auditor.model.run import StepState
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+NUM_HISTORY = 11
 DIGEST_VERSION = 1
 """Of ``docs/digest.md``: lanes of another version are not compared."""
 
@@ -91,6 +92,12 @@ class Said:
     mesh: Mesh = NO_MESH
     before: str = ""
     """The save by which its motion was judged (:func:`save_identity`); empty where there was none."""
+    listing: str = ""
+    """Digest of all files of which anything was read; empty where some of them may change without being listed."""
+    absent: tuple[str, ...] = ()
+    """What was looked for beside the step and wasn't there."""
+    rates: tuple[tuple[float, ...], ...] = ()
+    """The betas that this save and those before it record; an empty one where a group records none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +135,12 @@ class StepRecord:
     account: StepAccount
     pieces: NDArray[np.void]
     """Rows of :data:`~auditor.model.observation.OBSERVED`, parallel to the Catalog's pieces."""
+    places: NDArray[np.int64]
+    """As :func:`~auditor.ledger.contents.places_of`."""
     contents: Contents = NOTHING
+    history: NDArray[np.float64] = field(default_factory=lambda: np.zeros((NUM_HISTORY, 0)))
+    """What this save and those before it said of every tensor, a column each
+    (:meth:`~auditor.invariants.neighbours.Past.numbers`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +170,9 @@ class Place:
     lineage: tuple[tuple[int, int], ...] = ((0, 0),)
 
 
-def record_of(catalog: Catalog, observations: Observations, asked: Asked, said: Said, place: Place) -> StepRecord:
+def record_of(
+    catalog: Catalog, observations: Observations, asked: Asked, said: Said, place: Place, history: NDArray[np.float64]
+) -> StepRecord:  # fmt: skip
     """The record of a step that was just audited."""
     contents = contents_of(catalog, observations)
     account = _account(catalog, observations, asked, said, place.folder)
@@ -166,7 +180,7 @@ def record_of(catalog: Catalog, observations: Observations, asked: Asked, said: 
         account, num_contents=len(contents), num_sketches=len(contents.sketches), sequence=place.sequence,
         lineage=place.lineage,
     )  # fmt: skip
-    return StepRecord(account, observations.pieces, contents)
+    return StepRecord(account, observations.pieces, places_of(catalog), contents, history)
 
 
 def _account(catalog: Catalog, observations: Observations, asked: Asked, said: Said, folder: str) -> StepAccount:

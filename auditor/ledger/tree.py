@@ -3,8 +3,9 @@
     zarr.json                                     group; says that this is a ledger
     runs/<run>/steps/<step>/<identity>-<content>/ one record: a group, with arrays
         account                                   the text of the record, JSON in bytes
-        pieces/<column>                           one number a piece
-        contents/<column>                         one number a replica that was read whole
+        numbers, lanes, extrema, sum_squares      of every piece
+        contents                                  which sketch every replica has that was read whole
+        history                                   what this save and those before it said of every tensor
         sketches                                  64 numbers a distinct content
         commit                                    name, length and digest of every object; written last
 
@@ -17,8 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,9 @@ from auditor.containers.zarr_array import read_node
 from auditor.containers.zarr_names import escape, unescape
 from auditor.errors import UsageError
 from auditor.ledger import arrays
-from auditor.ledger.contents import Contents
+from auditor.ledger.contents import Contents, summed
 from auditor.ledger.plain import plain, revived
-from auditor.ledger.record import SCHEMA_VERSION, StepAccount, StepRecord, files_digest
+from auditor.ledger.record import NUM_HISTORY, SCHEMA_VERSION, StepAccount, StepRecord, files_digest
 from auditor.model.observation import BUCKETS, OBSERVED
 from auditor.storage.store import ObjectMissingError, StorageError, Store, base_name, read_bytes
 from auditor.storage.writer import Writer
@@ -45,9 +46,13 @@ MAX_RECORDS = 100_000
 """Of one run; beyond it a ledger is no honest one."""
 _RECORD = re.compile(r"([0-9a-f]{16})-([0-9a-f]{32})")
 _STEP = re.compile(r"\d{1,15}", re.A)
-_COLUMNS = tuple(name for name in OBSERVED.names or ())
-_PLACES = ("tensor", "replica", "sketch")
-_TOTALS = ("lane0", "lane1", "num_nan", "num_infinite", "num_zero", "minimum", "maximum", "sum_squares")
+_TABLES = {
+    "numbers": ("read", "num_nan", "num_infinite", "num_zero", "bits_used"), "lanes": ("lane0", "lane1"),
+    "extrema": ("minimum", "maximum"), "sum_squares": ("sum_squares",),
+}  # fmt: skip
+"""Arrays of one row a column and one column a piece: few, for each is described in some 300 bytes. ``numbers`` begins
+with tensor, replica and number of elements."""
+_NUM_PLACES = 3
 MAX_PIECES = 1 << 27
 """Of one record: ten gigabytes of memory."""
 
@@ -147,10 +152,10 @@ class Ledger:
         """
         objects = self._objects(name, lambda part: True)
         account = self._account(objects)
-        if not 0 <= account.num_pieces <= MAX_PIECES or not 0 <= account.num_contents <= account.num_pieces:
-            raise DamagedError(f"a record of {account.num_pieces} pieces is no honest one")
-        pieces = _rows("pieces", objects, account.num_pieces)
-        return StepRecord(account, pieces, _contents(objects, account))
+        pieces, places = _pieces(objects, account)
+        history = arrays.read("history", objects, NUM_HISTORY, len(account.tensors))
+        contents = _contents(objects, account, pieces, places)
+        return StepRecord(account, pieces, places, contents, history.astype(np.float64))
 
     def add(self, run: str, record: StepRecord) -> RecordName:
         """Write a record, unless it is there already.
@@ -262,6 +267,9 @@ class Ledger:
         account: StepAccount = revived(StepAccount, parse_json(text))
         if account.schema_version != SCHEMA_VERSION:
             raise DamagedError(f"it is a record of version {account.schema_version}")
+        pieces, contents = account.num_pieces, account.num_contents
+        if not 0 <= pieces <= MAX_PIECES or not 0 <= contents <= pieces or (pieces and not account.tensors):
+            raise DamagedError(f"a record of {pieces} pieces of {len(account.tensors)} tensors is no honest one")
         return account
 
 
@@ -275,29 +283,35 @@ def _is_entry(entry: tuple[str, Any]) -> bool:
     )  # fmt: skip
 
 
-def _rows(name: str, objects: Mapping[str, bytes], count: int, columns: Sequence[str] = _COLUMNS) -> NDArray[np.void]:
-    """Rows of :data:`~auditor.model.observation.OBSERVED`."""
-    rows = np.zeros(count, OBSERVED)
-    for column in columns:
-        rows[column] = arrays.read(f"{name}/{column}", objects, count).astype(OBSERVED[column], casting="unsafe")
-    return rows
-
-
-def _contents(objects: Mapping[str, bytes], account: StepAccount) -> Contents:
-    count, num_sketches = account.num_contents, account.num_sketches
-    if not 0 <= num_sketches <= count:
-        raise DamagedError("it has more sketches than contents")
-    tensor, replica, sketch = (
-        arrays.read(f"contents/{name}", objects, count).astype(np.int64, casting="unsafe") for name in _PLACES
-    )
-    sketches = np.asarray(arrays.read("sketches", objects, num_sketches), np.float64)
+def _pieces(objects: Mapping[str, bytes], account: StepAccount) -> tuple[NDArray[np.void], NDArray[np.int64]]:
+    """Rows of :data:`~auditor.model.observation.OBSERVED`, and places."""
+    count = account.num_pieces
+    rows, places = np.zeros(count, OBSERVED), np.zeros((_NUM_PLACES, 0), np.int64)
+    for table, columns in _TABLES.items():
+        above = _NUM_PLACES * (table == "numbers")
+        found = arrays.read(table, objects, above + len(columns), count)
+        for at, column in enumerate(columns):
+            rows[column] = found[above + at].astype(OBSERVED[column], casting="unsafe")
+        places = found[:above].astype(np.int64, casting="unsafe") if above else places
     replicas = np.array([len(what.replicas) for what in account.tensors] or [0])
-    fits = (tensor >= 0) & (tensor < len(account.tensors)) & (sketch >= -1) & (sketch < num_sketches)
+    tensor, replica, sizes = places
+    fits = (tensor >= 0) & (tensor < len(account.tensors)) & (sizes >= 0)
     if not fits.all() or not ((replica >= 0) & (replica < np.maximum(replicas[tensor], 1))).all():
-        raise DamagedError("its contents are of tensors that it does not have")
-    if sketches.shape != (num_sketches, BUCKETS):
-        raise DamagedError("its sketches have no 64 numbers each")
-    return Contents(tensor, replica, sketch, _rows("contents", objects, count, _TOTALS), sketches)
+        raise DamagedError("its pieces are of tensors that it does not have")
+    return rows, places
+
+
+def _contents(
+    objects: Mapping[str, bytes], account: StepAccount, pieces: NDArray[np.void], places: NDArray[np.int64]
+) -> Contents:  # fmt: skip
+    found = summed(places, pieces)
+    if len(found) != account.num_contents or not 0 <= account.num_sketches <= len(found):
+        raise DamagedError("it has other contents than its pieces make")
+    sketch = arrays.read("contents", objects, len(found)).astype(np.int64, casting="unsafe")
+    sketches = np.asarray(arrays.read("sketches", objects, account.num_sketches, BUCKETS), np.float64)
+    if not ((sketch >= -1) & (sketch < len(sketches))).all():
+        raise DamagedError("its contents have sketches that it does not have")
+    return replace(found, sketch=sketch, sketches=sketches)
 
 
 def _objects_of(record: StepRecord) -> Iterator[tuple[str, bytes]]:
@@ -306,15 +320,20 @@ def _objects_of(record: StepRecord) -> Iterator[tuple[str, bytes]]:
     yield arrays.DOCUMENT, arrays.group({"auditor": attributes})
     text = json.dumps(plain(account), separators=(",", ":")).encode()
     yield from arrays.written("account", np.frombuffer(text, np.uint8), len(text))
-    yield f"pieces/{arrays.DOCUMENT}", arrays.group({})
-    for column in _COLUMNS:
-        yield from arrays.written(f"pieces/{column}", record.pieces[column])
-    yield f"contents/{arrays.DOCUMENT}", arrays.group({})
-    for name in _PLACES:
-        yield from arrays.written(f"contents/{name}", getattr(record.contents, name))
-    for column in _TOTALS:
-        yield from arrays.written(f"contents/{column}", record.contents.totals[column])
+    yield from pieces_written(record.pieces, record.places)
+    yield from arrays.written("contents", record.contents.sketch)
+    yield from arrays.written("history", record.history, along=1)
     yield from arrays.written("sketches", record.contents.sketches)
+
+
+def pieces_written(pieces: NDArray[np.void], places: NDArray[np.int64]) -> Iterator[tuple[str, bytes]]:
+    """The objects of what was measured of all pieces."""
+    for table, columns in _TABLES.items():
+        kept = np.array([pieces[column] for column in columns])
+        if table == "numbers":
+            # Counts, sizes, positions and bits: none is negative.
+            kept = np.concatenate([places.astype(np.uint64), kept.astype(np.uint64)])
+        yield from arrays.written(table, kept, along=1)
 
 
 def _commit_of(objects: Mapping[str, bytes]) -> bytes:

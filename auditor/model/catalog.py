@@ -329,12 +329,7 @@ class Catalog:
         Moments with names of their own (``<parameter>.<key>``) are chosen with their parameter. Of the ties stay those
         of which all members are chosen.
         """
-        mine = {tensor.name for tensor in self.tensors if tensor.role is Role.PARAMETER and chosen(tensor.name)}
-        kept = [
-            number
-            for number, tensor in enumerate(self.tensors)
-            if chosen(tensor.name) or (tensor.role is Role.MOMENT and parameter_of(tensor.name) in mine)
-        ]
+        kept = self.chosen(chosen)
         return replace(
             self,
             tensors=tuple(self.tensors[number] for number in kept),
@@ -342,6 +337,15 @@ class Catalog:
             pieces=self.pieces.only(kept),
             ties=tuple(tie for tie in self.ties if all(map(chosen, tie.names))),
         )
+
+    def chosen(self, chosen: Callable[[str], bool]) -> list[int]:
+        """The numbers of the tensors that :meth:`only` keeps."""
+        mine = {tensor.name for tensor in self.tensors if tensor.role is Role.PARAMETER and chosen(tensor.name)}
+        return [
+            number
+            for number, tensor in enumerate(self.tensors)
+            if chosen(tensor.name) or (tensor.role is Role.MOMENT and parameter_of(tensor.name) in mine)
+        ]
 
     def within(self, path: str) -> str:
         """A file's path below its step: what it is called in every step. A file that is a step is ``its file``."""

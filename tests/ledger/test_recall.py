@@ -76,6 +76,19 @@ def test_other_invariants_are_read_for(tmp_path):
     assert said(again) == said(report(RUN, None, steps=AROUND, select=("OPT", "NUM")))
 
 
+@pytest.mark.parametrize("level", [Level.VALUES, Level.FULL])
+def test_some_tensors_are_answered_and_nothing_is_kept(level, tmp_path):
+    report(RUN, tmp_path / "ledger", level=level, steps=AROUND)
+    kept = sorted((tmp_path / "ledger").rglob("*"))
+    for tensors in ("4.*", "*norm*"):
+        plain, again = (report(RUN, ledger, level=level, steps=AROUND, tensors=tensors)
+                        for ledger in (None, tmp_path / "ledger"))  # fmt: skip
+        assert said(again) == said(plain)
+        assert (again.runs[0].coverage.num_bytes_read, all(step.recalled for step in again.runs[0].steps)) == (0, True)
+        assert plain.runs[0].coverage.num_bytes_read > 0
+    assert sorted((tmp_path / "ledger").rglob("*")) == kept
+
+
 def test_a_step_that_changed_is_read_again(tmp_path):
     run, ledger = tmp_path / "run", tmp_path / "ledger"
     shutil.copytree(RUN, run)

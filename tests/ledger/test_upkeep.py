@@ -48,13 +48,13 @@ def test_show_lists_every_record(ledger):
 
 def test_verify_names_what_is_damaged(ledger):
     assert auditor("verify", ledger) == (0, f"{len(commits(ledger))} records are what was written\n", "")
-    chunk = next(iter(ledger.rglob("pieces/lane0/c/0")))
+    chunk = next(iter(ledger.rglob("lanes/c/0/0")))
     content = bytearray(chunk.read_bytes())
     content[20] ^= 1
     chunk.write_bytes(content)
     code, output, _ = auditor("verify", ledger)
     assert code == 1
-    assert "pieces/lane0/c/0 is not what was committed" in output
+    assert "lanes/c/0/0 is not what was committed" in output
 
 
 def test_export_is_what_sha256sum_checks(ledger):
@@ -105,7 +105,7 @@ def test_zarr_opens_it(ledger):
     account = json.loads(bytes(record["account"][:]))
     assert account["step"] == int(step[0])
     assert record["sketches"].shape == (account["num_sketches"], 64)
-    assert record["pieces/lane0"].shape == (account["num_pieces"],)
+    assert record["lanes"].shape == (2, account["num_pieces"])
 
 
 def damaged(ledger, change):
@@ -145,8 +145,6 @@ DAMAGE = {
     "commit other": lambda folder: (folder / "commit").write_bytes(b'{"objects": {"../../x": [1, "a"]}}'),
     "account gone": lambda folder: (folder / "account/c/0").unlink(),
     "account short": lambda folder: (folder / "account/c/0").write_bytes(b"\x1f\x8b"),
-    "column gone": lambda folder: (folder / "pieces/lane1/c/0").unlink(),
-    "column longer": lambda folder: (folder / "pieces/lane1/c/0").write_bytes(b"\0" * (1 << 20)),
     "many pieces": lambda folder: rewrite_account(folder, setter("num_pieces", value=1 << 40)),
     "negative": lambda folder: rewrite_account(folder, setter("num_contents", value=-1)),
     "no tensors": lambda folder: rewrite_account(folder, setter("tensors", value=[])),
@@ -154,6 +152,24 @@ DAMAGE = {
     "a list": lambda folder: rewrite_account(folder, setter("said", value=[])),
     "no state": lambda folder: rewrite_account(folder, setter("said", "state", value={"step": "x"})),
 }  # fmt: skip
+
+
+COLUMNS = {
+    "column gone": lambda file: file.unlink(),
+    "column longer": lambda file: file.write_bytes(b"\0" * (1 << 20)),
+    "column other": lambda file: file.write_bytes(bytes(len(file.read_bytes()))),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_damaged_measurements_are_noticed_where_they_are_needed(name, ledger):
+    (commit,) = commits(ledger)
+    COLUMNS[name](commit.parent / "lanes/c/0/0")
+    # What was said of an unchanged step is intact: nothing else of the record is read.
+    assert read(report(TP4, ledger, level=Level.FULL, steps=NEWEST)) == 0
+    found = report(TP4, ledger, level=Level.VALUES, steps=NEWEST)
+    assert read(found) > 0
+    assert len(found.runs[0].ledger_notes) == 1
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -178,6 +194,7 @@ def test_paths_in_accounts_do_not_lead_out_of_the_report(ledger):
 
 def test_a_ledger_that_takes_nothing_does_not_cost_the_report(ledger):
     (commit,) = commits(ledger)
+    (commit.parent / "account/c/0").unlink()
     document = commit.parent / "sketches/zarr.json"
     document.unlink()
     document.mkdir()
