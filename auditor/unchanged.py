@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.adapters.adapter import TreeAdapter
-from auditor.discovery import StepSource
 from auditor.invariants.neighbours import History, Past
 from auditor.ledger.keeper import Keeper, folder_of
 from auditor.ledger.record import NUM_HISTORY, StepAccount, files_digest
@@ -24,6 +23,7 @@ from auditor.model.catalog import Catalog, FileState
 from auditor.model.run import PointerState
 from auditor.reports import StepReport, step_from_ledger
 from auditor.settings import Level
+from auditor.sources import StepSource
 from auditor.storage.store import Entry, join
 from auditor.witnesses import witness_entries
 
