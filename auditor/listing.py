@@ -49,7 +49,7 @@ class Listing:
                 now = replace(source, folder=Folder.read(self.store, folder.path))
                 found = {entry.name: entry.identity for entry in self._list(now)}
         except ObjectMissingError:
-            return dict.fromkeys(known, True)
+            return dict.fromkeys(known or [folder.path], True)
         except StorageError:
             return {}
         others = {name: name not in found for name, identity in known.items() if found.get(name) != identity}

@@ -8,7 +8,7 @@ import pytest
 from auditor.audit import audit
 from auditor.settings import DEFAULTS
 from auditor.storage.memory import MemoryStore
-from auditor.storage.store import WrappedHandle
+from auditor.storage.store import Entry, ObjectMissingError, WrappedHandle
 from auditor.verdict import ExitCode, exit_code, step_verdict
 from tests.paths import DCP, ROOT, TP2_PP2
 
@@ -131,3 +131,20 @@ def test_a_log_that_grows_beside_damage_hides_nothing():
     code, run, _ = judged(Logging(objects))
     assert code == ExitCode.VIOLATED
     assert [finding.id for finding in run.findings] == ["INT002"]
+
+
+def test_a_folder_that_was_emptied_and_went_is_no_step_that_lost_its_files():
+    class Emptied(MemoryStore):
+        there = 3
+
+        def list(self, folder):
+            if folder == "step-6":
+                self.there -= 1
+                if self.there < 0:
+                    raise ObjectMissingError(folder)
+                return iter(())
+            return iter([*super().list(folder), *([Entry("step-6", True)] if not folder else [])])
+
+    code, run, verdicts = judged(Emptied(content_of(RUNS["torch-dcp"][0])))
+    assert (code, run.findings) == (ExitCode.CHANGED, [])
+    assert verdicts == {"step-2": "holds", "step-4": "holds", "step-6": "incomplete"}
