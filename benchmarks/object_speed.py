@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from timing import interleaved, median, ratio, ratios, size_of
+from timing import files_below, interleaved, median, ratio, ratios, size_of
 
 RANGE_BYTES = 8 << 20
 HERE = Path(__file__).parent
@@ -104,6 +104,33 @@ def compare(folder: Path, options: argparse.Namespace, latency: float, rate: flo
         )
 
 
+def rounds(steps: int, hidden: int) -> None:
+    """What two rounds of a patrol at level replicas read of a run of many steps; nothing changes between them."""
+    from synthetic_run import write_run
+
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text) / "bucket"
+        # Of this width one layer and the embedding.
+        write_run(folder / "run", 1, steps, hidden)
+        size = size_of(folder)
+        print(f"\nlevel replicas, {steps} steps, {size / 2**30:.1f} GiB in {len(files_below(folder))} objects")
+        with served(folder, 0.0) as address:
+            before = stats(address)
+            for number in (1, 2):
+                command = ["auditor", "patrol", "s3://bucket", "--ledger", f"{text}/ledger", "--level", "replicas"]
+                taken = time.perf_counter()
+                done = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, check=False)
+                taken = time.perf_counter() - taken
+                said, after = json.loads(done.stdout), stats(address)
+                counts = {key: after[key] - before.get(key, 0) for key in after}
+                print(
+                    f"round {number}: exit code {done.returncode}, {said['num_bytes_read']:,} bytes of weights, "
+                    f"{counts.get('bytes', 0):,} bytes from the service ({counts.get('bytes', 0) / size:.3%}), "
+                    f"{counts.get('get', 0)} GET, {counts.get('list', 0)} LIST, {taken:.1f} s"
+                )
+                before = after
+
+
 def listing(keys: int) -> None:
     """How fast many keys are gone through, and in how much memory."""
     script = (
@@ -127,7 +154,9 @@ if __name__ == "__main__":
     parser.add_argument("--threads", default="0", help="of the check; 0: its default")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--keys", type=int, default=1_000_000)
-    parser.add_argument("--parts", default="speed,listing")
+    parser.add_argument("--steps", type=int, default=100, help="of the part `rounds`")
+    parser.add_argument("--hidden", type=int, default=512, help="of the part `rounds`: about 100 MB a step")
+    parser.add_argument("--parts", default="speed,rounds,listing")
     options = parser.parse_args()
     options.connections = [int(text) for text in options.connections.split(",")]
     options.threads = [int(text) for text in options.threads.split(",")]
@@ -139,5 +168,7 @@ if __name__ == "__main__":
             for setting in options.settings.split(","):
                 latency, _, rate = setting.partition("@")
                 compare(Path(folder) / "run", options, float(latency), float(rate or 0))
+    if "rounds" in options.parts:
+        rounds(options.steps, options.hidden)
     if "listing" in options.parts:
         listing(options.keys)
