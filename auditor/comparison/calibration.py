@@ -17,7 +17,7 @@ from auditor.view.assemble import SourceLostError
 
 LEAST, SPREAD = 2.0, 2.0
 """With R reruns, noise may be 2 + 2/√R times the largest of them: four times with one, three times with four. Another
-layout rounds at other places than a perturbed input: up to 1.5 times as much was measured, whatever R was."""
+layout rounds at other places: up to 1.84 times as much as one rerun, 1.64 times as four (docs/rounding-bound.md)."""
 SUSPICIOUS = 3.0
 """Up to this multiple of a calibrated threshold a difference is suspicious."""
 

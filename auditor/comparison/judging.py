@@ -290,7 +290,13 @@ class Bench:
             derived = of_weight(self.model, what.dtype, amount.length, amount.spread, motion)
         if known is None:
             return derived
-        return replace(known, unrelated=amount.spread if isinstance(derived, str) else derived.unrelated)
+        if isinstance(derived, str):
+            return replace(known, unrelated=amount.spread)
+        # Few elements of a weight go far, where a gradient is nearly zero, and seldom the same in a rerun: what reruns
+        # tell of gradients leads further than what they tell of weights.
+        how = known.how if known.relative > derived.relative else f"{derived.how}, by the noise of reruns"
+        most = max(known.relative, derived.relative)
+        return replace(known, relative=most, how=how, unrelated=derived.unrelated)
 
     def narrower(self, pair: Pair) -> DType:
         """Of both sides' dtypes the one with fewer bits behind the point."""
@@ -304,7 +310,8 @@ class Bench:
         if first is None or (Role.FIRST_MOMENT, pair.name) not in self.candidate.numbers:
             return None
         shape, size = self.reference.tensors[first].shape, self.reference.size(first)
-        noise, root = uncertainty(self.model, pair, shape, size), math.sqrt(math.prod(shape))
+        known = self.noise.get((Role.FIRST_MOMENT, pair.name))
+        noise, root = uncertainty(self.model, pair, shape, size, known), math.sqrt(math.prod(shape))
         if second is None:
             return Motion(noise * root, size)
         if self.reference.source is None or self.reference.tensors[second].shape != shape:

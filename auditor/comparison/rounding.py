@@ -201,14 +201,19 @@ def of_moment(model: Model, pair: Pair, shape: Sequence[int], size: float) -> Th
     return Threshold(share, text, "derived")
 
 
-def uncertainty(model: Model, pair: Pair, shape: Sequence[int], moment: float) -> float:
+def uncertainty(
+    model: Model, pair: Pair, shape: Sequence[int], moment: float, calibrated: Threshold | None = None
+) -> float:
     """Round-off of one element of the gradient, an absolute number.
 
-    ``moment``: length of the reference's first moment of the parameter.
+    ``moment``: length of the reference's first moment of the parameter; ``calibrated``: what reruns tell of it.
     """
-    share, _ = model.gradient(pair.name, shape)
     first = model.betas[0] if model.betas else 0.9
-    size = max(moment, model.floor(Role.FIRST_MOMENT, pair.name, math.prod(shape)))
+    if calibrated is None:
+        share, _ = model.gradient(pair.name, shape)
+        size = max(moment, model.floor(Role.FIRST_MOMENT, pair.name, math.prod(shape)))
+    else:
+        share, size = calibrated.relative, moment
     correction = 1 - math.pow(first, max(1.0, model.counted))
     return share * size / math.sqrt(max(1, math.prod(shape))) / correction
 

@@ -54,9 +54,7 @@ def healthy(folder, seeds):
             alarms = suspicious = 0
             worst = (-1.0, "")
             for seed in range(seeds):
-                reference = folder / f"one-{dtype}-{seed}"
-                if not reference.exists():
-                    Training(seed=seed, dtype=dtype).run(reference)
+                reference = trained(folder, seed=seed, dtype=dtype)
                 name = "-".join(f"{key}{value}" for key, value in layout.items())
                 candidate = Training(seed=seed, dtype=dtype, **layout).run(folder / f"{name}-{dtype}-{seed}")
                 step = compared(reference, candidate, compute=dtype).steps[-1]
@@ -78,23 +76,42 @@ def planted(folder):
             planted_row(fault, dtype, reference, faulty(fault, dtype=dtype).run(folder / f"faulty-{name}-{dtype}"))
 
 
-def calibrated(folder, counts=(1, 2, 4)):
-    header("dtype", "reruns", "calibrated / derived, median (5 %, 95 %)", "healthy tp 2: largest margin")
+def calibrated(folder, seeds, counts=(1, 2, 4)):
+    """First moments' thresholds against derived ones, and all tensors of healthy layouts against both."""
+    header("dtype", "reruns", "calibrated / derived, median (5 %, 95 %)", "pairs", "alarms", "suspicious",
+           "largest margin", "of")  # fmt: skip
     for dtype in DTYPES:
-        reference, candidate = folder / f"one-{dtype}-0", folder / f"tp2-{dtype}-0"
-        before = thresholds(compared(reference, candidate, compute=dtype))
-        reruns = [
-            Training(dtype=dtype, perturbed=seed, micro=2).run(folder / f"perturbed-{dtype}-{seed}")
-            for seed in range(1, max(counts) + 1)
-        ]
+        reruns = {
+            seed: [
+                Training(seed=seed, dtype=dtype, perturbed=at, micro=2).run(folder / f"rerun-{dtype}-{seed}-{at}")
+                for at in range(1, max(counts) + 1)
+            ]
+            for seed in range(seeds)
+        }
+        pairs = [
+            (seed, trained(folder, seed=seed, dtype=dtype),
+             Training(seed=seed, dtype=dtype, **layout).run(folder / f"layout-{dtype}-{seed}-{number}"))
+            for seed in range(seeds) for number, layout in enumerate(({"tp": 2}, {"dp": 4}))
+        ]  # fmt: skip
         for count in counts:
-            found = compared(reference, candidate, compute=dtype, calibrate=[str(rerun) for rerun in reruns[:count]])
-            after = thresholds(found)
-            ratios = sorted(after[key] / before[key] for key in after if key in before and key[1] is Role.FIRST_MOMENT)
-            low, high = ratios[len(ratios) // 20], ratios[-1 - len(ratios) // 20]
-            spread = f"{statistics.median(ratios):.2f} ({low:.2f}, {high:.2f})"
-            worst = max(map(margin, found.steps[-1].rows))
-            row(dtype, count, spread, f"{worst:.2f}")
+            calibrated_row(dtype, count, [(one, other, reruns[seed][:count]) for seed, one, other in pairs])
+
+
+def calibrated_row(dtype, count, pairs):
+    ratios, alarms, suspicious, worst = [], 0, 0, (-1.0, "")
+    for reference, candidate, reruns in pairs:
+        before = thresholds(compared(reference, candidate, compute=dtype))
+        found = compared(reference, candidate, compute=dtype, calibrate=[str(rerun) for rerun in reruns])
+        after, step = thresholds(found), found.steps[-1]
+        ratios += [after[key] / before[key] for key in after if key in before and key[1] is Role.FIRST_MOMENT]
+        alarms += bool(step.of(*DIFFERENT))
+        suspicious += bool(step.of(Standing.SUSPICIOUS))
+        told = [one for one in step.rows if not (one.threshold and one.threshold.vague)]
+        worst = max([worst, *((margin(one), f"{one.pair.name} ({one.pair.role.value})") for one in told)])
+    ratios.sort()
+    low, high = ratios[len(ratios) // 20], ratios[-1 - len(ratios) // 20]
+    spread = f"{statistics.median(ratios):.2f} ({low:.2f}, {high:.2f})"
+    row(dtype, count, spread, len(pairs), alarms, suspicious, f"{worst[0]:.2f}", worst[1])
 
 
 def thresholds(found):
@@ -193,17 +210,12 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         parts = wanted.parts.split(",")
-        for dtype in DTYPES:
-            Training(dtype=dtype).run(folder / f"one-{dtype}-0")
         if "healthy" in parts:
             healthy(folder, wanted.seeds)
         if "planted" in parts:
             planted(folder)
         if "calibrated" in parts:
-            for dtype in DTYPES:
-                if not (folder / f"tp2-{dtype}-0").exists():
-                    Training(dtype=dtype, tp=2).run(folder / f"tp2-{dtype}-0")
-            calibrated(folder)
+            calibrated(folder, wanted.seeds)
         if "ledgers" in parts:
             runs = {
                 "one": Training(steps=8).run(folder / "long"),
