@@ -283,11 +283,11 @@ class Bench:
             return EXACT
         known = self.noise.get((pair.role, pair.name))
         if not weight:
-            return known or of_moment(self.model, pair, what.shape, amount.length)
+            return known or of_moment(self.model, pair, self.narrower(pair), what.shape, amount.length)
         motion = self.motion(pair)
         derived: Threshold | str = stored_twice(self.narrower(pair), amount.spread)
         if motion is not None:
-            derived = of_weight(self.model, what.dtype, amount.length, amount.spread, motion)
+            derived = of_weight(self.model, self.narrower(pair), amount.length, amount.spread, motion)
         if known is None:
             return derived
         if isinstance(derived, str):

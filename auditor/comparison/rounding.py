@@ -181,16 +181,18 @@ def _levels(holding: Holding) -> dict[tuple[Role, str], float]:
     }
 
 
-def of_moment(model: Model, pair: Pair, shape: Sequence[int], size: float) -> Threshold | str:
+def of_moment(model: Model, pair: Pair, dtype: DType, shape: Sequence[int], size: float) -> Threshold | str:
     """The threshold of a moment (or a buffer), or why there is none.
 
-    ``size``: length of the reference's tensor. A tensor whose gradient is far smaller than those around it is a
-    difference of larger numbers (the bias of attention's keys is the plainest case: its gradient is zero but for
-    rounding): its round-off is theirs.
+    ``dtype``: the narrower in which it is stored; ``size``: length of the reference's tensor. A tensor whose gradient
+    is far smaller than those around it is a difference of larger numbers (the bias of attention's keys is the plainest
+    case: its gradient is zero but for rounding): its round-off is theirs.
     """
     share, text = model.gradient(pair.name, shape)
     if pair.role is Role.SECOND_MOMENT:
         share, text = 2 * share, f"2·{text}"
+    if dtype.mantissa_bits < DTYPES[ACCUMULATOR].mantissa_bits:
+        share, text = share + dtype.epsilon, f"({text} + 2^-{dtype.mantissa_bits} as stored)"
     if model.num_steps > 1:
         share, text = model.num_steps * share, f"{model.num_steps:g} steps·{text}"
     floor = model.floor(pair.role, pair.name, math.prod(shape))

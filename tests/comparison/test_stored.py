@@ -122,6 +122,20 @@ def test_equal_moments_say_that_nothing_was_trained_apart(tmp_path, changed):
     assert code(found) == 1
 
 
+def test_moments_in_bfloat16_round_as_they_are_stored(tmp_path):
+    """Gradients that agree to float32's rounding fall on either side where they are stored in fewer bits."""
+    gradient = GENERATOR.normal(0, 1e-3, (64, 64))
+    sides = [
+        write_step(tmp_path / str(number), 1, {
+            "w": np.ones((64, 64), np.float32),
+            **{(role, "w"): bfloat16(found) for role, found in (("first_moment", g), ("second_moment", g**2))},
+        })
+        for number, g in enumerate((gradient, gradient * (1 + GENERATOR.normal(0, 1e-5, (64, 64)))))
+    ]  # fmt: skip
+    found = compared(*sides, compute="float32")
+    assert (len(found.steps[0].of(Standing.ROUNDING)), code(found)) == (2, 0)
+
+
 def test_no_rounding_explains_what_a_step_before_was_equal(reference, tmp_path):
     """In bfloat16 a step may be smaller than the distance between numbers: a lost one is not called rounding."""
     moved = {name: values * (1 + 2**-8) for name, values in WEIGHTS.items()}
