@@ -15,7 +15,6 @@ from auditor.model.catalog import FileState, Role
 from auditor.model.finding import Outcome
 from auditor.settings import Settings
 from auditor.storage.local import LocalStore
-from auditor.storage.single import SingleFileStore
 from tests.paths import ROOT
 
 torch = pytest.importorskip("torch")
@@ -158,22 +157,23 @@ def test_a_components_missing_file_is_known_by_its_index(diffusers):
 
 def test_lightnings_average_is_one_and_the_live_weights_are_the_model(tmp_path):
     """Its callback puts the average in the place of the weights, and those elsewhere."""
-    live = {"layer.weight": torch.ones(3, 2), "layer.bias": torch.ones(3)}
-    state = {at: {"step": torch.tensor(7.0), "exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.ones_like(value)}
-             for at, value in enumerate(live.values())}  # fmt: skip
     group = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": [0, 1]}
-    torch.save({
-        "state_dict": {name: value * 0.5 for name, value in live.items()}, "current_model_state": live,
-        "averaging_state": {"n_averaged": torch.tensor(3)}, "global_step": 7,
-        "optimizer_states": [{"state": state, "param_groups": [group]}],
-    }, tmp_path / "last.ckpt")  # fmt: skip
-    path = tmp_path / "last.ckpt"
-    store = SingleFileStore(LocalStore(path.parent), path.name, str(path))
-    (run,) = audit(store, Settings(settle_seconds=0)).runs
-    assert not run.findings
-    assert run.counts("OPT001")[Outcome.HOLDS] == 2
-    ((source,),) = (run.steps for run in discover(store))
-    catalog = source.adapter.read(store, source.folder, source.match, Options())
+    for step in (7, 14):
+        live = {"layer.weight": torch.ones(3, 2) + step, "layer.bias": torch.ones(3) - step}
+        state = {
+            at: {"step": torch.tensor(float(step)), "exp_avg": value * 1e-4, "exp_avg_sq": value.square()}
+            for at, value in enumerate(live.values())
+        }
+        torch.save({
+            "state_dict": {name: value * 0.5 for name, value in live.items()}, "current_model_state": live,
+            "averaging_state": {"n_averaged": torch.tensor(3)}, "global_step": step,
+            "optimizer_states": [{"state": state, "param_groups": [group]}],
+        }, tmp_path / f"epoch=1-step={step}.ckpt")  # fmt: skip
+    run = run_of(tmp_path)
+    assert [step.state.step for step in run.steps] == [7, 14]
+    assert run.counts("OPT001")[Outcome.HOLDS] == 4
+    (source, _) = next(iter(discover(LocalStore(tmp_path)))).steps
+    catalog = source.adapter.read(LocalStore(tmp_path), source.folder, source.match, Options())
     keys = {(catalog.tensors[piece.tensor].role, piece.key) for piece in catalog.pieces}
     assert (Role.PARAMETER, "current_model_state.layer.weight") in keys
     assert (Role.EMA, "state_dict.layer.weight") in keys
