@@ -183,7 +183,7 @@ class _UnderWay:
     def _settled(self, bench: Bench, rows: list[Compared], measures: Mapping[int, Distance]) -> list[Compared]:
         """The rows, as all together let them stand, and with what would have been found where that is asked."""
         left = bench.reference
-        same = one_set(rows, left, trained=self.anchor is not None)
+        same = one_set(rows, left, bench.model)
         if same is not None:
             rows = [same.settled(row, bench.narrower(row.pair)) if row.amount else row for row in rows]
         if self.choices.power:

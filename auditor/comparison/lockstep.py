@@ -19,7 +19,7 @@ from auditor.storage.strided import slabs
 from auditor.view.assemble import SourceLostError, read_box
 
 SLAB_ELEMENTS = 1 << 20
-"""Of each side at once: 8 MB as doubles, some 60 MB with all that is worked out of them."""
+"""Of each side at once: 8 MB as doubles, some 80 MB with all that is worked out of them."""
 WIDEST = 8
 """Bits of an exponent whose squares, and their sums, are doubles."""
 MAX_DIMS = 64

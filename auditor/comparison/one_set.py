@@ -80,15 +80,16 @@ class OneSet:
         return replace(row, standing=standing, threshold=threshold, detail=detail)
 
 
-def one_set(rows: Sequence[Compared], left: Holding, *, trained: bool) -> OneSet | None:
-    """Whether both sides hold one set; ``trained``: whether both were seen equal in a step before.
+def one_set(rows: Sequence[Compared], left: Holding, model: Model) -> OneSet | None:
+    """Whether both sides hold one set.
 
     Counted are moments, where both sides have any, for weights may be frozen; else weights, also such as were rounded
     once. Zeros (experts that no
     token chose) count on no side.
     """
     has_state = any(row.pair.role in MOMENTS and _both(row.pair) for row in rows)
-    if trained and not has_state:
+    # A kernel that adds up in no fixed order leaves all but its own gradient equal for one step, and none after two.
+    if model.num_steps <= 1 if has_state else model.trained:
         return None
     roles = MOMENTS if has_state else WEIGHTS
     total = proved = 0
