@@ -159,7 +159,7 @@ class _Search:
         """Say of what is left that nobody looked at it, with the run that it lies nearest to."""
         for places in self.left.values():
             path, _, name = places[0].rpartition("/")
-            more = f", nor those of {len(places) - 1} more folders called so" if len(places) > 1 else ""
+            more = f" (and so in {len(places) - 1} more)" if len(places) > 1 else ""
             inside = [run for run in runs if not run.path or f"{path}/".startswith(f"{run.path}/")]
             nearest = max(inside, key=lambda run: len(run.path), default=runs[0])
             nearest.unrecognised[path] = f"no format recognises its files, {name} for example{more}"

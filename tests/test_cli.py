@@ -194,6 +194,33 @@ def test_nothing_to_audit_exits_4_and_says_what_came_nearest(tmp_path):
     assert auditor("check", RUN, "--steps", "999").returncode == 4
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind", "says"),
+    [
+        (["check", "EMPTY", "--format", "json"], 4, "nothing", "no checkpoint found"),
+        (["check", RUN, "--format=json", "--level", "all"], 2, "usage", "--level all"),
+        (["check", RUN, "--format", "json", "--no-such-flag"], 2, "usage", "No such option"),
+        (["check", RUN, "--format", "json", "--shards", "EMPTY/none"], 2, "usage", "there is no such folder"),
+        (["check", RUN, "--format", "json", "--config", "EMPTY/none"], 2, "usage", "the configuration can't be read"),
+        (["check", RUN, "--format", "json", "--baseline", "EMPTY/none"], 2, "usage", "it can't be read"),
+        (["compare", RUN, "EMPTY", "--format", "json"], 4, "nothing", "no checkpoint found"),
+    ],
+)
+def test_who_asks_for_json_gets_a_document_also_without_a_report(tmp_path, schema, arguments, code, kind, says):
+    done = auditor(*(str(argument).replace("EMPTY", str(tmp_path)) for argument in arguments))
+    document = json.loads(done.stdout)
+    jsonschema.validate(document, schema)
+    jsonschema.validate(document, json.loads((ROOT / "auditor/report/compare.schema.json").read_text()))
+    assert (done.returncode, document["exit_code"], document["error"]["kind"]) == (code, code, kind)
+    assert says in document["error"]["message"]
+    assert "Errno" not in done.stdout + done.stderr
+
+
+def test_a_folder_that_is_no_ledger_is_called_so():
+    done = auditor("ledger", "show", HEALTHY)
+    assert (done.returncode, "is no ledger" in done.stderr) == (2, True)
+
+
 def test_order_of_flag_environment_and_file(tmp_path):
     (tmp_path / "auditor.toml").write_text('ignore = ["REP"]\n')
     assert auditor("check", RUN, cwd=tmp_path).returncode == 0

@@ -47,6 +47,8 @@ class Patrolled:
     runs: list[RunOutcome] = field(default_factory=list)
     num_keys: int = 0
     refused: dict[str, str] = field(default_factory=dict)
+    unrecognised: dict[str, str] = field(default_factory=dict)
+    """Folders with files of checkpoints that no format recognises."""
     new: list[dict[str, Any]] = field(default_factory=list)
     """Findings that are told for the first time."""
     resolved: list[dict[str, Any]] = field(default_factory=list)
@@ -66,6 +68,11 @@ class Patrolled:
         """Of weights that were new."""
         return sum(run.num_bytes_read for run in self.runs)
 
+    @property
+    def not_audited(self) -> dict[str, str]:
+        """Folders of which nothing is known, with the reason."""
+        return {**self.unrecognised, **self.refused}
+
     def count(self, status: Status) -> int:
         """Runs of one status."""
         return sum(run.status is status for run in self.runs)
@@ -78,7 +85,8 @@ class Patrolled:
         # One run without a finished step is no reason for alarm where others have some.
         if found - {ExitCode.NOTHING, ExitCode.HOLDS} or ExitCode.HOLDS in found:
             found -= {ExitCode.NOTHING}
-        if self.refused or self.forgotten or any(run.status in (Status.UNREACHED, Status.REFUSED) for run in runs):
+        unread = any(run.status in (Status.UNREACHED, Status.REFUSED) for run in runs)
+        if self.not_audited or self.forgotten or unread:
             found.add(ExitCode.INCOMPLETE)
         if not runs:
             found.add(ExitCode.NOTHING)

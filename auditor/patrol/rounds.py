@@ -152,6 +152,7 @@ class _Round:
         survey.run(lambda survey: self.memory.save_survey(survey, self.now()))
         self.memory.forget_survey()
         result.num_keys, result.refused = survey.num_keys, survey.refused
+        result.unrecognised = {path: why for path, why in survey.unrecognised.items() if self.mine(path)}
         return [item for item in survey.found if self.mine(item.path)]
 
     def mine(self, path: str) -> bool:

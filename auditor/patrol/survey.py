@@ -13,12 +13,14 @@ from typing import Any
 
 from auditor.adapters.adapter import Folder
 from auditor.adapters.registry import recognise
-from auditor.file_series import holds_file_steps
+from auditor.file_series import checkpoint_in, holds_file_steps
 from auditor.storage.store import Entry, StorageError, Store, base_name, join
 from auditor.storage.walking import walk
 
 MAX_FILES = 50_000
 """Files of one folder that are looked at; more are no step of a checkpoint."""
+MAX_LEFT = 1000
+"""Folders that nobody recognises of which each is named."""
 SAVE_EVERY = 20_000
 """Keys after which it is worth writing down how far the listing came."""
 
@@ -51,6 +53,8 @@ class _Open:
     folders: dict[str, Entry] = field(default_factory=dict)
     inner: list[Found] = field(default_factory=list)
     """Runs in folders of it that are complete."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Folders down from it with files of checkpoints that are of no run, with the reason."""
 
     def listing(self) -> Folder:
         """The folder as adapters look at it."""
@@ -71,7 +75,8 @@ class _Open:
         files = {str(name): Entry(**entry) for name, entry in said["files"].items()}
         folders = {str(name): Entry(join(path, name), is_folder=True) for name in said["folders"]}
         inner = [Found(**found) for found in said["inner"]]
-        return cls(**{**said, "path": path, "files": files, "folders": folders, "inner": inner})
+        left = {str(name): str(why) for name, why in said["left"].items()}
+        return cls(**{**said, "path": path, "files": files, "folders": folders, "inner": inner, "left": left})
 
     def add(self, entry: Entry) -> None:
         line = f"{self.digest}{entry.name}\0{entry.num_bytes}\0{entry.identity}"
@@ -90,6 +95,8 @@ class Survey:
     """The runs, once all keys were gone through."""
     refused: dict[str, str] = field(default_factory=dict)
     """Folders that could not be looked at, with the reason: the survey is incomplete."""
+    unrecognised: dict[str, str] = field(default_factory=dict)
+    """Folders with files of checkpoints that no format recognises, once all keys were gone through."""
     num_keys: int = 0
     after: str = ""
     """The last key that was gone through."""
@@ -111,7 +118,7 @@ class Survey:
         stack = [_Open.from_json(folder) for folder in said["stack"]]
         if not stack or stack[0].path:
             raise ValueError("does not begin at the root")
-        return cls(store, [], dict(said["refused"]), int(said["num_keys"]), str(said["after"]), stack)
+        return cls(store, [], dict(said["refused"]), {}, int(said["num_keys"]), str(said["after"]), stack)
 
     def run(self, save: Callable[[Survey], None] = lambda survey: None) -> Survey:
         """Go through all keys, or those after ``after``. ``save`` is called now and then, to go on from there."""
@@ -154,13 +161,17 @@ class Survey:
             above.has_steps = True
             return
         if is_step:
-            top.inner = []
+            top.inner, top.left = [], {}
+        elif not top.has_steps and (name := checkpoint_in(self.store, top.listing())):
+            top.left[top.path] = f"no format recognises its files, {name} for example"
         if top.has_steps or is_step:
             top.inner.append(Found(top.path, top.digest, top.modified, top.num_bytes, top.num_keys))
         if above is None:
-            self.found = top.inner
-        else:
-            above.inner += top.inner
+            self.found, self.unrecognised = top.inner, top.left
+            return
+        above.inner += top.inner
+        if len(above.left) < MAX_LEFT:
+            above.left |= top.left
 
     def is_step(self, folder: _Open) -> bool:
         """Whether a folder is a step of any format."""

@@ -10,6 +10,8 @@ from auditor.reports import RunReport
 
 OF_LOST_FILES = ("INT001", "INT002", "INT004")
 """Whose violation says that files of a step lack or can't be read."""
+FEWEST_FOLDED = 4
+"""Fewer of them are told one by one."""
 
 
 def open_lines(run: RunReport, *, folded: bool = True) -> Iterator[str]:
@@ -23,9 +25,10 @@ def open_lines(run: RunReport, *, folded: bool = True) -> Iterator[str]:
     touched = {*lost, *(after for before, after in pairwise(numbers) if before in lost)}
     by_lost: list[str] = []
     by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for (identifier, reason), count in sorted(run.undetermined().items()):
+    told = sorted(run.undetermined().items())
+    for (identifier, reason), count in told:
         steps = run.steps_undetermined(identifier, reason)
-        if folded and touched.issuperset(steps) and len(run.steps) > len(touched):
+        if folded and len(told) >= FEWEST_FOLDED and touched.issuperset(steps) and len(run.steps) > len(touched):
             by_lost.append(identifier)
         else:
             by_reason[reason, _in_steps(run, steps)].append(f"{identifier}: {count:,}")

@@ -41,7 +41,7 @@ def summary_lines(result: Patrolled) -> Iterator[str]:
     )
     if result.turn:
         yield f"read again: {result.num_steps_reread} steps, {size(result.num_bytes_reread)}; {result.turn}"
-    for path, reason in sorted(result.refused.items()):
+    for path, reason in sorted(result.not_audited.items()):
         yield visible(f"not looked at: {path}: {reason}")
     yield from map(visible, result.notes)
 
@@ -54,7 +54,7 @@ def patrol_object(result: Patrolled) -> dict[str, Any]:
         "num_keys": result.num_keys, "num_bytes_read": result.num_bytes_read,
         "num_bytes_reread": result.num_bytes_reread, "num_steps_reread": result.num_steps_reread,
         "new": result.new, "resolved": result.resolved, "notes": result.notes,
-        "refused": [{"path": path, "reason": reason} for path, reason in sorted(result.refused.items())],
+        "refused": [{"path": path, "reason": reason} for path, reason in sorted(result.not_audited.items())],
         "runs": [
             {
                 "path": run.path, "status": run.status.value, "exit_codes": run.exit_codes,

@@ -13,6 +13,7 @@ from auditor.adapters.torch_file import TorchFiles
 from auditor.audit import audit
 from auditor.discovery import discover, one_run
 from auditor.errors import NothingToAuditError
+from auditor.report.open_questions import open_lines
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
 from auditor.storage.memory import MemoryStore
@@ -323,3 +324,43 @@ def test_a_folder_of_data_is_no_run(run):
         (run / name).unlink()
     with pytest.raises(NothingToAuditError):
         discover(LocalStore(run))
+
+
+# Beside a run
+
+
+def test_checkpoint_folders_that_nobody_recognises_are_named_and_others_are_not(run):
+    for folder in ("logs", "code", "data", "half/step_8", "half/step_9"):
+        (run / folder).mkdir(parents=True)
+    (run / "logs" / "train.log").write_text("step 1")
+    (run / "data" / "train.bin").write_bytes(b"\0\1" * 64)
+    shutil.copy(run / "dataset.pt", run / "data" / "dataset.pt")
+    report = audited(run)
+    assert (found(report), exit_code(report)) == ([], ExitCode.HOLDS)
+    whole_module = saved(pytest.importorskip("torch").nn.Linear(2, 2))
+    for step in (8, 9):
+        (run / f"half/step_{step}" / "model.pt").write_bytes(whole_module)
+    report = audited(run)
+    assert (found(report), exit_code(report)) == ([], ExitCode.INCOMPLETE)
+    assert report.runs[0].unrecognised == {
+        "half/step_8": "no format recognises its files, model.pt for example (and so in 1 more)"
+    }
+
+
+def test_a_run_in_the_folder_of_another_is_audited_and_not_the_one_that_is_asked_for(run):
+    shutil.copytree(FOLDERS, run / "old")
+    poke(run / "old", 6, "0.weight", value=0x7FC00000)
+    report = audited(run)
+    assert [(one.path, [item.id for item in one.findings]) for one in report.runs] == [("", []), ("old", ["NUM001"])]
+    assert [one.last_good.path for one in report.asked_for] == ["model_6.pt"]
+    assert one_run(LocalStore(run)).path == ""
+
+
+def test_what_a_lost_file_leaves_open_is_one_line(run):
+    dcp = shutil.copytree(ROOT / "tests/fixtures/dcp/fsdp2_2", run / "dcp")
+    (dcp / "step-4" / "__1_0.distcp").unlink()
+    (only,) = audited(dcp).runs
+    stored_once, lost = open_lines(only)
+    assert stored_once.startswith("REP001")
+    assert "files of step 4 are lost or damaged" in lost
+    assert len([*open_lines(only, folded=False)]) > 4

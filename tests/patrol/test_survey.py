@@ -148,3 +148,18 @@ def test_files_that_are_steps_by_themselves_make_their_folder_a_run():
     folder = ROOT / "tests" / "fixtures" / "flax" / "adamw"
     (found,) = survey(MemoryStore(objects_of("jax/training", folder))).found
     assert found.path == "jax/training"
+
+
+def test_folders_of_checkpoints_that_nobody_recognises_are_named():
+    step = {f"run/global_step10/{path.name}": path.read_bytes() for path in (HEALTHY / "global_step10").iterdir()}
+    objects = step | {"logs/a.txt": b"x", "data/train.bin": b"\0\1", "other/step_5/model.pt": b"PK\3\4 of another kind"}
+    objects |= {"run/global_step10/parts/model.pt": b"PK\3\4 inside a step"}
+    found = survey(MemoryStore(objects))
+    assert [run.path for run in found.found] == ["other", "run"]
+    del objects["other/step_5/model.pt"]
+    objects["other/step_5/mp_rank_00_optim_states.pt"] = b"PK\3\4"
+    found = survey(MemoryStore(objects))
+    assert [run.path for run in found.found] == ["run"]
+    assert found.unrecognised == {
+        "other/step_5": "no format recognises its files, mp_rank_00_optim_states.pt for example"
+    }
