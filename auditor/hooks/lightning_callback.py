@@ -1,35 +1,47 @@
-"""The hook for Lightning: around whatever writes its checkpoints.
+"""The hook as a callback of Lightning's Trainer.
 
-    Trainer(…, plugins=[AuditedCheckpointIO(TorchHook(after=AfterCommit()))])
-
-A callback's ``on_save_checkpoint`` comes before the file exists; a CheckpointIO sees what is saved, and is done when it
-is there.
+Trainer(…, callbacks=[AuditorCallback(TorchHook(after=AfterCommit()))])
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch import Callback
 
 from auditor.hooks.torch_hook import TorchHook
 
 
-class AuditedCheckpointIO(TorchCheckpointIO):
-    """Writes as :class:`TorchCheckpointIO`, after it left a witness; then the step is audited."""
+class AuditorCallback(Callback):
+    """Witnesses every checkpoint on every rank, and has it audited once all ranks are done with it.
+
+    ``on_save_checkpoint`` is not told where to, and comes before the file exists. Both are known one call further in
+    and out: what a strategy is told to save it is told on every rank, also where rank 0 alone writes, and the
+    Trainer's own ``save_checkpoint`` ends in a barrier.
+    """
 
     def __init__(self, hook: TorchHook) -> None:
-        super().__init__()
         self.hook = hook
+        self._step = 0
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Called by Lightning, on the ranks that write."""
-        step = int(checkpoint.get("global_step", 0))
-        self.hook.witness(step, checkpoint, path)
-        super().save_checkpoint(checkpoint, path, storage_options)
-        self.hook.committed(step, path)
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Put the hook around what saves; called by Lightning on every rank."""
+        strategy, to_file, save = trainer.strategy, trainer.strategy.save_checkpoint, trainer.save_checkpoint
+        if getattr(save, "audited", False):
+            return
 
-    def teardown(self) -> None:
+        def witnessed(checkpoint: dict[str, Any], filepath: Any, *arguments: Any, **choices: Any) -> None:
+            self._step = int(checkpoint.get("global_step", 0))
+            self.hook.witness(self._step, checkpoint, filepath)
+            to_file(checkpoint, filepath, *arguments, **choices)
+
+        def audited(filepath: Any, *arguments: Any, **choices: Any) -> None:
+            save(filepath, *arguments, **choices)
+            self.hook.committed(self._step, filepath)
+
+        audited.audited = True  # type: ignore[attr-defined]
+        strategy.save_checkpoint, trainer.save_checkpoint = witnessed, audited
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Waits for the audits under way."""
         self.hook.close()
-        super().teardown()

@@ -1,6 +1,6 @@
 """The hook for torch: a witness of a state dict before it is saved, by whatever writer, and an audit after it.
 
-hook = TorchHook(after=AfterCommit())                      # on every rank, after the process group is there
+hook = TorchHook(after=AfterCommit())                      # on every rank
 hook.save(step, state, f"{run}/step-{step}")               # instead of torch.distributed.checkpoint.save
 future = hook.async_save(step, state, f"{run}/step-{step}")
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Any
 
 from auditor.hooks.after_commit import AfterCommit
@@ -27,11 +28,11 @@ Path = str | os.PathLike[str]
 
 
 class TorchHook:
-    """Made once on every rank, after the process group.
+    """Made once on every rank; the process group may come later, but before the first witness.
 
     ``after``: audits on rank 0 what was committed; None: nothing is audited here. ``rank, num_ranks``: told by
-    torch.distributed where it is set up, else 0 of 1. ``axes``: this rank's index along named mesh axes, for tensors
-    that are whole on every rank; by default ``{"rank": rank}``. ``launch``: see
+    torch.distributed where it is set up by then, else 0 of 1. ``axes``: this rank's index along named mesh axes, for
+    tensors that are whole on every rank; by default ``{"rank": rank}``. ``launch``: see
     :class:`~auditor.hooks.hook.Witnesses`. ``raising``: whether a failure of the hook itself is raised. ``exchange``:
     ``torch_exchange()`` of :mod:`auditor.hooks.torch_exchange` where ranks write to disks of their own.
     """
@@ -41,13 +42,34 @@ class TorchHook:
         axes: Mapping[str, int] | None = None, launch: str | None = None, threads: int = THREADS,
         raising: bool = False, exchange: Exchange | None = None,
     ) -> None:  # fmt: skip
-        own, total = _of_process_group()
-        self.rank = own if rank is None else rank
-        self.num_ranks = total if num_ranks is None else num_ranks
-        self.place = Coordinate.of(**axes) if axes else Coordinate.of(rank=self.rank)
+        self._rank, self._num_ranks, self._axes, self._after = rank, num_ranks, axes, after
+        self._launch, self._exchange = launch, exchange
         self.threads, self.raising = threads, raising
-        self.after = after if self.rank == 0 else None
-        self.witnesses = Witnesses(self.rank, self.num_ranks, launch, exchange)
+
+    @cached_property
+    def rank(self) -> int:
+        """Of this process among all that save together."""
+        return _of_process_group()[0] if self._rank is None else self._rank
+
+    @cached_property
+    def num_ranks(self) -> int:
+        """How many save together."""
+        return _of_process_group()[1] if self._num_ranks is None else self._num_ranks
+
+    @cached_property
+    def place(self) -> Coordinate:
+        """Of tensors that are whole on every rank."""
+        return Coordinate.of(**self._axes) if self._axes else Coordinate.of(rank=self.rank)
+
+    @property
+    def after(self) -> AfterCommit | None:
+        """What audits, on the rank that does."""
+        return self._after if self.rank == 0 else None
+
+    @cached_property
+    def witnesses(self) -> Witnesses:
+        """Where this rank leaves its parts."""
+        return Witnesses(self.rank, self.num_ranks, self._launch, self._exchange)
 
     def witness(
         self, step: int, state: Mapping[str, Any], path: Path, *, buffers: Iterable[str] = (),

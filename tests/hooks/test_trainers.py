@@ -84,7 +84,7 @@ def test_lightning(tmp_path, hook):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lightning = pytest.importorskip("lightning.pytorch")
-    from auditor.hooks.lightning_callback import AuditedCheckpointIO
+    from auditor.hooks.lightning_callback import AuditorCallback
 
     class Model(lightning.LightningModule):
         def __init__(self):
@@ -101,7 +101,7 @@ def test_lightning(tmp_path, hook):
         dirpath=tmp_path / "run", every_n_train_steps=1, save_top_k=-1, filename="{step}"
     )
     trainer = lightning.Trainer(
-        max_steps=2, accelerator="cpu", callbacks=[saving], plugins=[AuditedCheckpointIO(hook)], logger=False,
+        max_steps=2, accelerator="cpu", callbacks=[saving, AuditorCallback(hook)], logger=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Model(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2))
