@@ -10,6 +10,7 @@ from typing import Any
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.counters import read_numbers
 from auditor.adapters.optimizer_index import IndexedState, is_count, is_setting, settings
+from auditor.adapters.schedule_record import schedule_of
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Scalar
 from auditor.model.mesh import Coordinate
@@ -37,6 +38,8 @@ class SavedOptimizer:
     """Hyperparameters that are recorded elsewhere in the file, for groups that lack them."""
     num_before: int = 0
     """Groups of other optimizers in the file, with which these are numbered through."""
+    schedule: Mapping[Any, Any] = field(default_factory=dict)
+    """As :func:`~auditor.adapters.schedule_record.schedule_in`."""
 
 
 def record(builder: CatalogBuilder, store: Store, saved: SavedOptimizer) -> None:
@@ -82,6 +85,7 @@ def _group(saved: SavedOptimizer, number: int, numbers: Mapping[Place, float]) -
         saved.num_before + number, saved.file, saved.coordinate, saved.optimizer, hyperparameters,
         saved.parameters[number] if number < len(saved.parameters) else None,
         float(step) if is_count(step) else None,
+        schedule=schedule_of(saved.schedule, number, len(saved.state.groups)),
     )  # fmt: skip
 
 

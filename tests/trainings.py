@@ -82,14 +82,16 @@ class Training:
             if schedule:
                 schedule.step()
             if step % self.every == 0:
-                self.save(folder, step, model, optimizer)
+                self.save(folder, step, model, optimizer, schedule)
         return folder
 
-    def save(self, folder, step, model, optimizer):
+    def save(self, folder, step, model, optimizer, schedule=None):
         target = folder / f"step_{step}"
         target.mkdir(parents=True, exist_ok=True)
         for rank in range(self.ranks):
             content = {"model": model.state_dict(), "step": step, "rank": rank, "world_size": self.ranks}
             if self.whole_optimizer:
                 content["optimizer"] = optimizer.state_dict()
+            if hasattr(schedule, "state_dict"):
+                content["scheduler"] = schedule.state_dict()
             torch.save(content, target / f"rank_{rank}.pt")

@@ -17,6 +17,7 @@ from auditor.adapters.optimizer_index import (
     split_by_decay,
 )
 from auditor.adapters.optimizer_record import SavedOptimizer, record, record_loss_scale
+from auditor.adapters.schedule_record import schedule_in
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.ties import distinct, in_one_storage
 from auditor.adapters.torch_per_rank.distributed import DistributedTensor, Held
@@ -331,7 +332,8 @@ class PerRankReading:
             tuple(called[number] for number in numbers) if called.keys() >= set(numbers) and called else None
             for numbers in state.numbers
         ]
-        record(self.builder, self.store, SavedOptimizer(path, coordinate, state, groups, counted))
+        kept = SavedOptimizer(path, coordinate, state, groups, counted, schedule=schedule_in(tree))
+        record(self.builder, self.store, kept)
 
     def _parameter(self, rank: int, key: str) -> str:
         """The name in the Catalog of what a rank's state dict calls ``key``."""

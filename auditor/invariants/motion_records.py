@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from auditor.invariants.invariant import Invariant, Needs
+from auditor.invariants.learning_rates import scheduled_rate
 from auditor.invariants.neighbours import Neighbours
 from auditor.invariants.optimizer_state import plain
 from auditor.invariants.related import Collected, by_role, of_tensor
 from auditor.model.catalog import Catalog, FileState, Role
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
+from auditor.model.optimizer import ParameterGroup
 from auditor.model.run import counters_that_go_together, num_skipped
 
 # MOT005: counters advance as steps do
@@ -192,6 +194,7 @@ def rates_follow_the_schedule(neighbours: Neighbours) -> Judgement:
             message = f"the learning rate of {subject} is {rate:g}, the schedule's largest is {peak:g}"
             location = Location(catalog.step, group.file, coordinate=group.coordinate, detail=message)
             found.violations.append(Violation(subject, (location,), message))
+    _judge_forms(neighbours, found)
     _judge_progress(neighbours, found)
     if not judged and not found.num_holds and not found.violations:
         found.not_applicable["no learning rate is recorded"] += 1
@@ -204,6 +207,48 @@ def _peak(group: Mapping[str, object]) -> float | None:
     if not isinstance(peak, (int, float)) or not isinstance(factor, (int, float)):
         return None
     return float(peak) * max(float(factor), 1.0)
+
+
+_OFF = 1e-5
+"""Of the largest rate: what rounding adds up to over a million steps."""
+
+
+def _judge_forms(neighbours: Neighbours, found: Collected) -> None:
+    """Where a schedule of known form is recorded and its rate was that of the group until now, it still is."""
+    before = {
+        (neighbours.before.catalog.within(group.file), group.number): group
+        for group in neighbours.before.catalog.groups
+    }
+    for group in neighbours.after.catalog.groups:
+        old = before.get((neighbours.after.catalog.within(group.file), group.number))
+        if not group.schedule or old is None:
+            continue
+        rate, wanted, subject = group.hyperparameters.get("lr"), _scheduled(group), f"group {group.number}"
+        if wanted is None or not isinstance(rate, (int, float)):
+            found.unknown("the form of its schedule is not recorded", subject)
+        elif _follows(group):
+            found.num_holds += 1
+        elif not _follows(old):
+            found.unknown("its rate was not that of its schedule before: something else sets it, too", subject)
+        else:
+            step = neighbours.before.catalog.step
+            agreed = f"its schedule's {wanted:g}; in step {step} they agreed"
+            message = f"the learning rate of {subject} is {rate:g}, {agreed}"
+            at = Location(neighbours.after.catalog.step, group.file, coordinate=group.coordinate, detail=message)
+            found.violations.append(Violation(subject, (at,), message))
+
+
+def _scheduled(group: ParameterGroup) -> float | None:
+    return scheduled_rate(group.schedule, group.hyperparameters)
+
+
+def _follows(group: ParameterGroup) -> bool:
+    rate, wanted = group.hyperparameters.get("lr"), _scheduled(group)
+    if wanted is None or not isinstance(rate, (int, float)):
+        return False
+    known = (wanted, group.schedule.get("base_lr"), group.hyperparameters.get("max_lr"))
+    largest = max(abs(value) for value in known if isinstance(value, (int, float)))
+    return abs(rate - wanted) <= _OFF * largest
 
 
 def _judge_progress(neighbours: Neighbours, found: Collected) -> None:
@@ -285,12 +330,15 @@ INVARIANTS = (
     ),
     Invariant(
         "MOT014", "rate-off-schedule", Severity.WARNING,
-        statement="No learning rate is above the largest that its group records for the schedule (max_lr), and "
-                  "Megatron's scheduler advances by no fewer samples a step than until the save before.",
+        statement="No learning rate is above the largest that its group records for the schedule (max_lr); where a "
+                  "file holds the state of one of torch's schedules (cosine, warm restarts, OneCycle, linear, "
+                  "constant, polynomial, steps, exponential), the rate is what that has at its count, if it was so in "
+                  "the save before; and Megatron's scheduler advances by no fewer samples a step than until then.",
         rationale="A schedule that was begun anew, or stepped twice, trains at another rate than was planned.",
         source="deepspeedai/DeepSpeed#5289: schedulers stepped twice on resume",
         example="the learning rate of group 0 is 0.0006, the schedule's largest is 0.0003",
-        misses="Rates below the largest that are not those of the step; schedules that leave no largest rate.",
+        misses="Schedules of a script's functions (LambdaLR, the Trainer's), those made of several, optax's: their "
+               "form is not recorded. Rates that were off before.",
         hint="Compare the schedule's state with the step, and with the configuration that the run was begun with.",
         needs=Needs.HEADERS, judge_motion=rates_follow_the_schedule, one_fault=True,
         likely_causes=(LikelyCause("schedulers were stepped twice on resume", "deepspeedai/DeepSpeed#5289"),),

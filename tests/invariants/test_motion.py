@@ -295,11 +295,62 @@ def test_a_rate_above_the_schedules_largest(tmp_path):
 
     run = Training(schedule=schedule).run(tmp_path)
     assert ids(run) == []
-    assert audited(run).counts("MOT014")[Outcome.HOLDS] == 2 * 5
+    # Of two files, below the largest and what the schedule has.
+    assert audited(run).counts("MOT014")[Outcome.HOLDS] == 2 * 2 * 5
     change(run, 12, lambda content: content["optimizer"]["param_groups"][0].update(lr=6e-3))
     finding = only(run, level=Level.HEADERS)
     assert (finding.id, finding.severity) == ("MOT014", Severity.WARNING)
     assert "is 0.006, the schedule's largest is 0.003" in finding.message
+
+
+RATES = torch.optim.lr_scheduler
+SCHEDULES = {
+    "cosine": lambda o: RATES.CosineAnnealingLR(o, T_max=5, eta_min=1e-5),
+    "warm restarts": lambda o: RATES.CosineAnnealingWarmRestarts(o, T_0=3, T_mult=2),
+    "linear": lambda o: RATES.LinearLR(o, start_factor=0.1, total_iters=7),
+    "constant": lambda o: RATES.ConstantLR(o, factor=0.5, total_iters=7),
+    "polynomial": lambda o: RATES.PolynomialLR(o, total_iters=20, power=2.0),
+    "steps": lambda o: RATES.StepLR(o, step_size=5, gamma=0.3),
+    "exponential": lambda o: RATES.ExponentialLR(o, gamma=0.8),
+    "one cycle": lambda o: RATES.OneCycleLR(o, max_lr=3e-3, total_steps=12),
+    "one straight cycle": lambda o: RATES.OneCycleLR(o, max_lr=3e-3, total_steps=12, anneal_strategy="linear"),
+}
+UNRECORDED = {
+    "a function": lambda o: RATES.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "several": lambda o: RATES.SequentialLR(o, [RATES.ConstantLR(o), RATES.ExponentialLR(o, 0.9)], [4]),
+    "three phases": lambda o: RATES.OneCycleLR(o, max_lr=3e-3, total_steps=12, three_phase=True),
+    "milestones": lambda o: RATES.MultiStepLR(o, [4, 8]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_rate_of_a_recorded_schedule(name, tmp_path):
+    run = Training(schedule=SCHEDULES[name], ranks=1, steps=12).run(tmp_path)
+    found = audited(run, level=Level.HEADERS)
+    assert (found.findings, found.counts("MOT014")[Outcome.HOLDS] >= 5) == ([], True)
+    change(
+        run, 10, lambda content: [group.update(lr=group["lr"] * 0.9) for group in content["optimizer"]["param_groups"]]
+    )
+    finding = only(run, level=Level.HEADERS)
+    assert (finding.id, finding.severity) == ("MOT014", Severity.WARNING)
+    assert "in step 8 they agreed" in finding.message
+    assert [(i.last_good, i.first_bad, i.healed) for i in finding.intervals] == [(8, 10, 12)]
+
+
+@pytest.mark.parametrize("name", UNRECORDED)
+def test_schedules_whose_form_is_not_recorded(name, tmp_path):
+    run = Training(schedule=UNRECORDED[name], ranks=1, steps=8).run(tmp_path)
+    change(run, 6, lambda content: content["optimizer"]["param_groups"][0].update(lr=1e-9))
+    assert "MOT014" not in ids(run, level=Level.HEADERS)
+
+
+def test_a_rate_that_something_else_sets_too(tmp_path):
+    """A warm-up that dampens what the schedule sets."""
+    run = Training(schedule=SCHEDULES["cosine"], ranks=1).run(tmp_path)
+    for step in (2, 4, 6, 8, 10, 12):
+        change(run, step, lambda content: content["optimizer"]["param_groups"][0].update(lr=1e-9))
+    assert "MOT014" not in ids(run, level=Level.HEADERS)
+    assert "its rate was not that of its schedule before: something else sets it, too" in reasons(run, "MOT014")
 
 
 # What is judged, and what isn't
