@@ -134,7 +134,8 @@ class RunAudit:
         """What the ledger has of a run; None without one."""
         if self.ledger is None:
             return None
-        alone = bool(source.steps) and source.steps[0].folder.path == source.path
+        # A file beside the steps of a run (last.ckpt) is a run by itself, not that one.
+        alone = not source.beside and bool(source.steps) and source.steps[0].folder.path == source.path
         choices = self.settings.strict_buffers, self.settings.options
         present = frozenset(step.match.step for step in source.steps)
         where = self.of_step.store.location, source.path

@@ -13,6 +13,7 @@ from auditor.adapters.torch_file import TorchFiles
 from auditor.audit import audit
 from auditor.discovery import discover, one_run
 from auditor.errors import NothingToAuditError
+from auditor.ledger.folder import open_ledger
 from auditor.report.open_questions import open_lines
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
@@ -127,6 +128,14 @@ def test_lightning_and_its_last():
     assert not run.undetermined()
     assert report.asked_for == [run]
     assert one_run(LocalStore(LIGHTNING)).path == ""
+
+
+def test_a_ledger_keeps_what_lies_beside_a_run_apart_from_it(tmp_path):
+    for _ in range(2):
+        report = audit(LocalStore(LIGHTNING), now=LATER, ledger=open_ledger(str(tmp_path / "ledger")))
+        assert [steps(run) for run in report.runs] == [[2, 4, 6], [6]]
+        assert found(report) == []
+    assert all(step.recalled for run in report.runs for step in run.steps)
 
 
 def test_links_and_copies_beside_the_steps(run):
