@@ -28,6 +28,8 @@ AVERAGES = (
 )  # fmt: skip
 """Under which a file of averages keeps their state dict."""
 _NAME = re.compile(r"(?:[a-z]{1,16}[-_.]){0,2}ema(?:[-_.][a-z0-9]{1,16}){0,3}\.(?:pt|pth|bin|safetensors)")
+_OWN = re.compile(r"custom_checkpoint_\d{1,3}\.pkl")
+"""What accelerate saves of objects that a script registered: an average among others."""
 _PREFIXES = ("", "module.", "model.", "ema_model.", "ema.", "shadow.", "online_model.")
 """What wrappers put before the names of the model's own."""
 _ORDER = 1 << 40
@@ -37,13 +39,18 @@ def add_averages(builder: CatalogBuilder, store: Store, folder: Folder, listings
     """Put the averages into the Catalog, as replicas of nothing; the names of the files that hold some."""
     if folder.alone:
         return set()
-    taken = {name for name in folder.files if _NAME.fullmatch(name)}
+    taken = {name for name in folder.files if _NAME.fullmatch(name) or _registered(store, folder, name)}
     for name in sorted(taken):
         arrays, ordered = _read(builder, store, folder, name)
         names = _in_order(ordered, listings) if ordered else _by_name(arrays, listings)
         for key, array in (arrays or {f"shadow_params.{at}": array for at, array in enumerate(ordered)}).items():
             _add(builder, join(folder.path, name), key, names.get(key, ""), array, listings)
     return taken
+
+
+def _registered(store: Store, folder: Folder, name: str) -> bool:
+    """Whether it is an average that a script registered with accelerate."""
+    return bool(_OWN.fullmatch(name)) and "shadow_params" in StepFile.read(store, folder, name).tree
 
 
 def _read(

@@ -75,6 +75,11 @@ def test_a_bare_list_is_held_to_parameters_by_their_order(model):
     found = averages(path)
     assert len(found) == len(trained)
     assert found.keys() < weights.keys()
+    # As accelerate saves one that the script registered; other objects are none.
+    (path / "ema_model.pt").rename(path / "custom_checkpoint_0.pkl")
+    torch.save({"sampler": 3}, path / "custom_checkpoint_1.pkl")
+    assert averages(path).keys() == found.keys()
+    (path / "custom_checkpoint_0.pkl").unlink()
     torch.save({"decay": 0.9, "shadow_params": trained[1:]}, path / "ema_model.pt")
     assert all("which parameter" in tensor.undetermined for tensor in averages(path).values())
     assert not run_of(path).findings
