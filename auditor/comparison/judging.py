@@ -124,7 +124,8 @@ class Bench:
         row = replace(row, amount=amount_of(apart))
         if left.tensor.dtype != right.tensor.dtype and not apart.num_not_rounded and not apart.num_odd:
             narrow = f"{left.tensor.dtype.name} against {right.tensor.dtype.name}, rounded to nearest"
-            return replace(row, standing=Standing.CAST, detail=_joined(row.detail, narrow))
+            fewer = right.tensor.dtype.bits < left.tensor.dtype.bits
+            return replace(row, standing=Standing.CAST, detail=_joined(row.detail, narrow), narrowed=fewer)
         known, row = row.detail, self.against(row)
         if row.standing is Standing.ROUNDING:
             return row

@@ -76,6 +76,8 @@ class Compared:
     threshold: Threshold | None = None
     detail: str = ""
     """The permutation, the shapes, or why nothing is determined."""
+    narrowed: bool = False
+    """Whether the candidate has fewer bits for it, so that something was lost on the way."""
     causes: tuple[LikelyCause, ...] = ()
     power: Power | None = None
     shown: str = ""
@@ -160,7 +162,7 @@ class Comparison:
     candidate: str
     steps: list[StepComparison] = field(default_factory=list)
     exact: bool = False
-    """Whether rounding is a difference, too."""
+    """Whether rounding is a difference, too, and a narrower dtype."""
     resumed: bool = False
     """Whether recorded numbers must be equal, too."""
     reruns: tuple[str, ...] = ()
@@ -196,7 +198,9 @@ class Comparison:
     def failing(self, step: StepComparison, at: Severity = Severity.ERROR) -> list[Compared]:
         """The pairs of a step that are different."""
         rounded = [Standing.ROUNDING, Standing.SUSPICIOUS] if self.exact else []
+        rounded += [Standing.CAST] if self.resumed else []
         return [
             row for row in step.rows
-            if row.standing in rounded or (row.severity is not None and row.severity >= at)
+            if row.standing in rounded or (self.exact and row.narrowed)
+            or (row.severity is not None and row.severity >= at)
         ]  # fmt: skip

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from auditor.comparison.outcome import DIFFERENT, PROVED, Compared, Comparison, Standing
+from auditor.comparison.outcome import DIFFERENT, PROVED, Comparison, Standing, StepComparison
 from auditor.model.catalog import Role
 from auditor.settings import Settings
 from auditor.verdict import ExitCode, ordered
@@ -20,7 +18,7 @@ def exit_codes(found: Comparison, settings: Settings) -> list[ExitCode]:
     if settings.strict and open_ones:
         codes.add(ExitCode.VIOLATED)
     unread = any(step.failures for step in found.steps) or found.unrecognised
-    if unread or (rows and len(open_ones) == len(rows)) or undecided(rows):
+    if unread or (rows and len(open_ones) == len(rows)) or any(map(undecided, found.steps)):
         codes.add(ExitCode.INCOMPLETE)
     if any(step.changed for step in found.steps):
         codes.add(ExitCode.CHANGED)
@@ -30,12 +28,16 @@ def exit_codes(found: Comparison, settings: Settings) -> list[ExitCode]:
     return ordered(codes)
 
 
-def undecided(rows: Sequence[Compared]) -> bool:
-    """Whether of what differs nothing is known: how far it differs, or of no weight that does, what that means."""
-    if any(row.standing is Standing.UNDETERMINED and row.amount is None for row in rows):
+def undecided(step: StepComparison) -> bool:
+    """Whether of what differs in a step nothing is known: how far it does, or of no weight that does, what that means.
+
+    Step by step: a step in which rounding explains a weight says nothing of what came into a later one.
+    """
+    if any(row.standing is Standing.UNDETERMINED and row.amount is None for row in step.rows):
         return True
-    weights = [row for row in rows if row.amount is not None and row.pair.role in (Role.PARAMETER, Role.MASTER)]
-    return bool(weights) and all(row.standing is Standing.UNDETERMINED for row in weights)
+    differ = [row for row in step.rows if row.amount is not None and row.standing not in PROVED]
+    weights = [row.standing for row in differ if row.pair.role in (Role.PARAMETER, Role.MASTER)]
+    return bool(weights) and all(standing is Standing.UNDETERMINED for standing in weights)
 
 
 def exit_code(found: Comparison, settings: Settings) -> ExitCode:
@@ -58,6 +60,7 @@ def verdict(found: Comparison, settings: Settings) -> str:
     if not told:
         return "undetermined"
     word = "equal" if all(standing in PROVED for standing in told) else "agrees up to rounding"
+    word += " but for the dtype" if word == "equal" and Standing.CAST in told else ""
     word += ", some of it suspicious" if Standing.SUSPICIOUS in told else ""
     word += ", but for warnings" if any(row.standing in DIFFERENT for row in rows) else ""
     return f"{word}, undetermined in part" if any(row.standing is Standing.UNDETERMINED for row in rows) else word

@@ -210,3 +210,21 @@ def test_complex_numbers_are_compared_part_by_part(tmp_path):
     both = [write_step(tmp_path / f"{n}m", 1, {"w": x.reshape(many)}) for n, x in enumerate((own, other))]
     found = compared(*both)
     assert (told(found), code(found)) == ({"w": Standing.UNDETERMINED}, 3)
+
+
+def test_what_is_equal_but_for_the_dtype_decides_nothing_of_the_rest(reference, tmp_path):
+    apart = {**nearby(WEIGHTS, 1e-3), **{name: WEIGHTS[name] for name in SHAPES if "norm" in name}}
+    found = compared(saved(tmp_path, apart, form=np.float32), reference)
+    assert {Standing.CAST, Standing.UNDETERMINED} <= set(told(found).values())
+    assert code(found) == 3
+
+
+@pytest.mark.parametrize(
+    ("choices", "to_narrow", "to_wide"), [({}, 0, 0), ({"exact": True}, 1, 0), ({"resume": True}, 1, 1)]
+)
+def test_another_dtype_is_no_resumed_state_and_a_narrower_one_is_not_exact(
+    reference, tmp_path, choices, to_narrow, to_wide
+):
+    wide = saved(tmp_path, WEIGHTS, form=np.float32)
+    assert code(compared(wide, reference, **choices)) == to_narrow
+    assert code(compared(reference, wide, **choices)) == to_wide
