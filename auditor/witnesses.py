@@ -23,7 +23,8 @@ from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store
 FOLDER = f"{OURS}/witness"
 _PART = re.compile(r"rank-(\d{1,7})\.witness", re.A)
 MAX_PIECES, MAX_TENSORS = 8_000_000, 1_000_000
-"""Of all parts of a step, which are kept in memory together: tensors of one description count once."""
+"""Of all parts of a step, which are kept in memory together, 280 bytes a piece at most: 2.2 GiB. Tensors of one
+description count once."""
 MAX_PARTS = 200_000
 """Files that are looked at."""
 

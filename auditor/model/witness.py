@@ -7,7 +7,7 @@ that and leaves a part; here the parts are put together into columns, and replic
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import TypeVar
@@ -102,15 +102,19 @@ class Witness:
         """How long before the newest file of the step it was taken."""
         self.rejected = dict(rejected)
         """File of a part that can't be used, to why."""
-        self.parts = tuple(parts)
+        # Their pieces are held here together, once.
+        self.parts = tuple(replace(part, pieces=np.zeros(0, WITNESSED)) for part in parts)
         self.files = {part.rank: part.file for part in parts}
         self.num_ranks = max((part.num_ranks for part in parts), default=0)
         tensors: dict[WitnessedTensor, int] = {}
         places: dict[Coordinate, int] = {}
         boxes: dict[Box, int] = {}
-        rows = [_renumbered(part, tensors, places, boxes) for part in parts]
+        self.pieces: NDArray[np.void] = np.empty(sum(len(part.pieces) for part in parts), WITNESSED)
+        at = 0
+        for part in parts:
+            _renumber(part, self.pieces[at : at + len(part.pieces)], tensors, places, boxes)
+            at += len(part.pieces)
         self.tensors, self.places, self.boxes = tuple(tensors), tuple(places), tuple(boxes)
-        self.pieces: NDArray[np.void] = np.concatenate(rows) if rows else np.zeros(0, WITNESSED)
 
     @cached_property
     def lacks(self) -> str:
@@ -140,8 +144,9 @@ class Witness:
     @cached_property
     def compared(self) -> dict[int, Compared]:
         """Own number of every tensor that has elements, to what its replicas say."""
-        held = self.pieces[self.pieces["start"] != self.pieces["stop"]]
-        seen = held[np.lexsort((held["stop"], held["start"], held["tensor"]))]
+        held = np.flatnonzero(self.pieces["start"] != self.pieces["stop"])
+        tensor, start, stop = (self.pieces[name][held] for name in ("tensor", "start", "stop"))
+        seen = self.pieces[held[np.lexsort((stop, start, tensor))]]
         if not len(seen):
             return {}
         opens = np.ones(len(seen), bool)
@@ -189,17 +194,17 @@ def _tensors_by_key(catalog: Catalog) -> dict[str, int]:
     return {pieces.keys[key]: tensor for key, tensor in pairs.T.tolist() if key in alone}
 
 
-def _renumbered(
-    part: WitnessPart, tensors: dict[WitnessedTensor, int], places: dict[Coordinate, int], boxes: dict[Box, int]
-) -> NDArray[np.void]:
-    """A part's rows with the numbers that tensors, places and boxes have in all parts together."""
-    rows = part.pieces.copy()
+def _renumber(
+    part: WitnessPart, rows: NDArray[np.void], tensors: dict[WitnessedTensor, int], places: dict[Coordinate, int],
+    boxes: dict[Box, int],
+) -> None:  # fmt: skip
+    """Put a part's rows, with the numbers that tensors, places and boxes have in all parts together, into ``rows``."""
+    rows[:] = part.pieces
     rows["tensor"] = _numbered(part.tensors, tensors)[rows["tensor"]]
     rows["place"] = _numbered(part.places, places)[rows["place"]]
     of_box = rows["stop"] < 0
     rows["start"][of_box] = _numbered(part.boxes, boxes)[rows["start"][of_box]]
     rows["rank"] = part.rank
-    return rows
 
 
 def _numbered(items: Iterable[T], known: dict[T, int]) -> NDArray[np.int64]:
