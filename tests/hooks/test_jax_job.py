@@ -9,19 +9,29 @@ import pytest
 from auditor.audit import audit
 from auditor.storage.local import LocalStore
 from tests.paths import ROOT
+from tests.s3 import free_port
 
 pytest.importorskip("jax")
 pytest.importorskip("orbax.checkpoint")
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, 2], ids=["one process", "two processes"])
+def job(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.hooks.jax_job", str(folder)], cwd=ROOT, capture_output=True,
-        text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.hooks.jax_job", str(folder)]
+    port = str(free_port())
+    processes = [
+        subprocess.Popen([*command, str(number), port] if request.param > 1 else command, cwd=ROOT, text=True,
+                         stderr=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        for number in range(request.param)
+    ]  # fmt: skip
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
     (run,) = audit(LocalStore(folder)).runs
     return run
 
