@@ -88,7 +88,8 @@ class Distance:
     candidate: float = 0.0
     product: float = 0.0
     sums: tuple[float, float] = (0.0, 0.0)
-    """Of the reference's and of the candidate's elements."""
+    """Of the reference's and of the candidate's elements; of complex ones, of both parts."""
+    num_summed: int = 0
     exponent: int = 0
     """All sums are of elements divided by 2 to this power (squares: to its double); ``largest`` is not."""
     rolled: float = 0.0
@@ -120,7 +121,7 @@ class Distance:
 
         Elements that have nothing to do with each other, of the same mean and spread, differ by √2 times that.
         """
-        count = max(1, self.num_elements)
+        count = max(1, self.num_summed)
         squares = (self.reference, self.candidate)
         found = [square - total**2 / count for square, total in zip(squares, self.sums, strict=True)]
         return math.sqrt(max(0.0, *found) / self.reference) if self.reference > 0 else 0.0
@@ -235,6 +236,7 @@ def _add(found: Distance, box: Box, shape: Sequence[int], a: NDArray[np.float64]
     found.product += float(product.sum())
     found.reference += float(square.sum())
     found.candidate += float(np.sum(b * b))
+    found.num_summed += a.size
     found.sums = found.sums[0] + float(a.sum()), found.sums[1] + float(b.sum())
     found.largest = max(found.largest, float(np.sqrt(apart.max(initial=0.0))))
     for dim, profile in enumerate(found.profiles):

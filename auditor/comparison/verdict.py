@@ -29,15 +29,16 @@ def exit_codes(found: Comparison, settings: Settings) -> list[ExitCode]:
 
 
 def undecided(step: StepComparison) -> bool:
-    """Whether of what differs in a step nothing is known: how far it does, or of no weight that does, what that means.
+    """Whether it is not known how far something differs, or of no weight (no moment) that does what that means.
 
     Step by step: a step in which rounding explains a weight says nothing of what came into a later one.
     """
     if any(row.standing is Standing.UNDETERMINED and row.amount is None for row in step.rows):
         return True
+    kinds = (Role.PARAMETER, Role.MASTER), (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT)
     differ = [row for row in step.rows if row.amount is not None and row.standing not in PROVED]
-    weights = [row.standing for row in differ if row.pair.role in (Role.PARAMETER, Role.MASTER)]
-    return bool(weights) and all(standing is Standing.UNDETERMINED for standing in weights)
+    sorts = ([row.standing for row in differ if row.pair.role in kind] for kind in kinds)
+    return any(sort and all(standing is Standing.UNDETERMINED for standing in sort) for sort in sorts)
 
 
 def exit_code(found: Comparison, settings: Settings) -> ExitCode:

@@ -74,7 +74,7 @@ COMPARISONS = [
     pair("nothing but no elements", "that there is anything", tree(w=GRID[:0]), 4, "no tensor in common",
          reference=tree(w=GRID[:0])),
     pair("2^62 elements", "shape", saying({"w": entry((1 << 31, 1 << 31), 0, 16)}, bytes(16)), 3, file=SAFETENSORS),
-    pair("complex", "numbers", tree(w=GRID * 2j), 1, "beyond", reference=tree(w=GRID * 1j)),
+    pair("complex", "numbers", tree(w=GRID * -2j), 1, "beyond", reference=tree(w=GRID * 1j)),
     pair("complex of 64 dims", "dims", tree(w=(GRID * 2j).reshape((1,) * 62 + (8, 4))), 3, "64 dims",
          reference=tree(w=(GRID * 1j).reshape((1,) * 62 + (8, 4)))),
     pair("integers one apart", "numbers", tree(w=GRID.astype(np.int64) + (1 << 60)), 1, "beyond",
