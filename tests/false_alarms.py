@@ -28,6 +28,7 @@ def main(seeds):
             alarms += len(run.findings)
             for finding in run.findings:
                 sys.stdout.write(f"seed {seed}, {name}: {finding.id} {finding.message}\n")
+        sys.stderr.write(f"seed {seed}: {alarms} false alarms over {trained} trainings so far\n")
     sys.stdout.write(f"{alarms} false alarms over {trained} trainings from {seeds} seeds\n")
     return alarms
 

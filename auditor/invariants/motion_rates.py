@@ -16,6 +16,7 @@ and the recursion of m turns it into one of all |m| / sqrt(v): ``docs/motion-bou
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -158,6 +159,14 @@ class Recorded:
                 corrections = (1 - self.highest**step, 1 - self.second**step) if corrected else (1.0, 1.0)
                 for weight_decay in dict.fromkeys((decay, 0.0)):
                     yield rate, weight_decay, eps, *corrections, round_off(dtype, 52)
+
+
+_CODES = re.compile(r"codebook|quantiz|(?<![a-z])vq(?![a-z])", re.IGNORECASE)
+
+
+def why_set_otherwise(name: str) -> str:
+    """Why more than the optimizer may move a weight: codes that nothing is mapped to are drawn anew."""
+    return "by its name a codebook, whose unused codes are set anew" if _CODES.search(name) else ""
 
 
 def _rate(group: ParameterGroup) -> float:

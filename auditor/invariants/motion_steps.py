@@ -10,7 +10,7 @@ import numpy as np
 
 from auditor.invariants import stillness
 from auditor.invariants.invariant import Invariant, Needs
-from auditor.invariants.motion_rates import DOES_NOT_APPLY, Recorded, motion_bound, recorded
+from auditor.invariants.motion_rates import DOES_NOT_APPLY, Recorded, motion_bound, recorded, why_set_otherwise
 from auditor.invariants.neighbours import Neighbours
 from auditor.invariants.related import Collected, of_row
 from auditor.model.catalog import Role
@@ -88,7 +88,8 @@ def _stride(neighbours: Neighbours) -> Iterable[_Asked]:
             continue
         asked = _Asked(name, role, new)
         (first, _), (second_old, second) = (_of(neighbours, r, name) for r in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))
-        bound = known if isinstance(known, str) else motion_bound(known, neighbours.after.catalog.tensors[new].dtype)
+        dtype = neighbours.after.catalog.tensors[new].dtype
+        bound = known if isinstance(known, str) else why_set_otherwise(name) or motion_bound(known, dtype)
         if isinstance(bound, str) or first < 0:
             yield replace(asked, reason=bound if isinstance(bound, str) else "it has no first moment")
         else:
@@ -119,7 +120,7 @@ def _update(neighbours: Neighbours) -> Iterable[_Asked]:
             continue
         asked = _Asked(name, role, new)
         dtype = neighbours.after.catalog.tensors[new].dtype
-        reason = known if isinstance(known, str) else known.why_no_update(dtype)
+        reason = known if isinstance(known, str) else why_set_otherwise(name) or known.why_no_update(dtype)
         first, second = (_of(neighbours, r, name)[1] for r in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))
         if reason or first < 0:
             yield replace(asked, reason=str(reason) or "it has no first moment")
@@ -338,7 +339,8 @@ INVARIANTS = (
         source=_ADAM,
         example="3.mlp.dense_4h_to_h.weight (master) moved by more than the optimizer can have moved it since step "
                 "200: 3 of 1024 elements, up to 2.1e+07 times what is possible",
-        misses="Motion within the bound, which is wide after many steps; other optimizers, and LAMB, RAdam, NAdam.",
+        misses="Motion within the bound, which is wide after many steps; other optimizers, and LAMB, RAdam, NAdam; "
+               "codebooks, by their names: codes that are not used are set anew.",
         hint="If weights were set by hand, or clipped to a range, waive this. Else take the tensor from another save.",
         needs=Needs.WEIGHTS, judge_motion=weights_move_within_bounds, joints=joints, one_fault=True,
         likely_causes=(LikelyCause("a bit flipped in memory or storage", "pytorch/torchtitan#4324"),),

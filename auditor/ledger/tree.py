@@ -40,7 +40,7 @@ from auditor.storage.writer import Writer
 
 WRITER = "auditor ledger"
 """What the root's attributes say."""
-COMMIT = "commit"
+COMMIT, _TEXT = "commit", "account/c/0"
 MAX_COMMIT_BYTES = 1 << 22
 MAX_RECORDS = 100_000
 """Of one run; beyond it a ledger is no honest one."""
@@ -142,7 +142,7 @@ class Ledger:
             DamagedError: it is not what was committed, or nothing that was ever written.
             StorageError: storage failed.
         """
-        return self._account(self._objects(name, lambda part: part.startswith("account/")))
+        return self._account(self._objects(name, lambda part: part == _TEXT))
 
     def record(self, name: RecordName) -> StepRecord:
         """A whole record.
@@ -262,8 +262,7 @@ class Ledger:
             raise DamagedError(f"{self.location}/{name} is missing") from error
 
     def _account(self, objects: Mapping[str, bytes]) -> StepAccount:
-        raw = objects.get("account/c/0", b"")
-        text = arrays.text("account/c/0", raw, MAX_JSON_BYTES)
+        text = arrays.text(_TEXT, objects.get(_TEXT, b""), MAX_JSON_BYTES)
         account: StepAccount = revived(StepAccount, parse_json(text))
         if account.schema_version != SCHEMA_VERSION:
             raise DamagedError(f"it is a record of version {account.schema_version}")

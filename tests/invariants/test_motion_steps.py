@@ -206,6 +206,32 @@ class OtherBetas:
             self.optimizer.param_groups[0]["betas"] = (0.95, 0.9025)
 
 
+class Quantised(torch.nn.Module):
+    """Vectors are moved to the nearest of 16 codes; of those that nothing is near to, some are drawn anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = torch.nn.Linear(16, 8), torch.nn.Linear(8, 4)
+        self.codebook = torch.nn.Embedding(16, 8)
+
+    def forward(self, tokens):
+        vectors = self.encoder(torch.nn.functional.one_hot(tokens, 16).float().mean(1))
+        codes = self.codebook(torch.cdist(vectors, self.codebook.weight).argmin(1))
+        return self.decoder(vectors + codes)
+
+
+def draw_anew(step, model):
+    if step in (6, 9):
+        with torch.no_grad():
+            model.codebook.weight[step] = torch.randn(8) * 3
+
+
+def test_codes_that_are_drawn_anew_are_no_fault(tmp_path):
+    run = Training(make=Quantised, every=1, before=draw_anew).run(tmp_path)
+    assert ids(run) == []
+    assert "by its name a codebook, whose unused codes are set anew" in reasons(run, "MOT010")
+
+
 def test_betas_that_were_changed_are_no_fault(tmp_path):
     run = Training(schedule=OtherBetas).run(tmp_path)
     assert ids(run) == []
