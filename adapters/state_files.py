@@ -13,22 +13,26 @@ from typing import Protocol
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.file_steps import MAX_BESIDE
 from auditor.adapters.jax_state import StatePlacing, Stored, stored
 from auditor.adapters.optax.paths import Path
 from auditor.adapters.optax.stacks import unstacked
 from auditor.adapters.optax.tree import OptaxTree
 from auditor.adapters.step_file import Opened
+from auditor.adapters.step_names import is_likely, is_part, step_name
 from auditor.containers.damage import DamagedError
 from auditor.containers.state_array import Plain, StateArray
 from auditor.model.catalog import Catalog, FileState
 from auditor.model.encoding import Encoding
 from auditor.model.mesh import NO_MESH
-from auditor.storage.store import Entry, Handle, StorageError, Store, join, read_bytes
+from auditor.storage.store import Entry, Handle, StorageError, Store, base_name, join, read_bytes
 
 _STEM = re.compile(r"(?P<stem>.{0,200}?)(?P<number>\d{1,15})?", re.A | re.S)
 _MAX_SNIFFED = 4
 """Files of one series that are looked into until one is found to be of the format."""
 _HEAD = 8
+_UNFINISHED = ("tmp",)
+"""Flax's save_checkpoint writes to ``<prefix>tmp`` first."""
 
 
 class StateFile(Protocol):
@@ -76,15 +80,45 @@ class StateFiles:
         raise NotImplementedError
 
     def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Entry]]:
-        """Files that are steps by themselves, by series: names that differ in a number alone."""
+        """Files that are steps by themselves: those whose names differ in a number alone, then each without one."""
+        series = self._series(store, folder)
+        yield from series.values()
+        stems = tuple(stem for stem, suffix in series if stem and not suffix)
+        alone = [
+            folder.files[name]
+            for name in folder.files
+            if not (parts := self._parts(name))["number"] and (parts["suffix"] or name.startswith(stems or ("\0",)))
+        ]
+        for entry in alone if series and len(alone) <= MAX_BESIDE else ():
+            if not entry.name.endswith(_UNFINISHED) and self._may_begin(store, entry):
+                yield [entry]
+
+    def _series(self, store: Store, folder: Folder) -> dict[tuple[str, str], list[Entry]]:
+        """Files with a number, by stem and suffix."""
         series: dict[tuple[str, str], list[Entry]] = {}
         for name, entry in folder.files.items():
             parts = self._parts(name)
             if parts["number"]:
                 series.setdefault((parts["stem"], parts["suffix"]), []).append(entry)
-        for (_, suffix), entries in series.items():
-            if suffix or any(self._may_begin(store, entry) for entry in entries[:_MAX_SNIFFED]):
-                yield entries
+        return {
+            (stem, suffix): entries
+            for (stem, suffix), entries in series.items()
+            if suffix or any(self._may_begin(store, entry) for entry in entries[:_MAX_SNIFFED])
+        }
+
+    def _holds_steps(self, store: Store, folder: Folder) -> bool:
+        """Whether a folder holds a series of steps, and is none itself whatever lies beside them.
+
+        Where its name is that of a step, numbers of files in it count something else.
+        """
+        if folder.alone or step_name(folder_name(store, folder), strict=True):
+            return False
+        return any(
+            isinstance(self.recognise(store, Folder.of_file(entry)), Match)
+            for entries in self._series(store, folder).values()
+            for entry in entries[:_MAX_SNIFFED]
+            if not is_part(base_name(entry.name).removesuffix(self.suffixes[0]))
+        )
 
     def recognise(self, store: Store, folder: Folder) -> Match | Declined:
         """By content: msgpack maps that hold arrays; of a damaged file, by its name."""
@@ -94,6 +128,8 @@ class StateFiles:
         others = [name for name in folder.files if name.endswith(self.others)]
         if others:
             return Declined(f"it holds weights of another format as well ({others[0]})", 0.2)
+        if self._holds_steps(store, folder):
+            return Declined("it holds a series of files, each a step", 0.3)
         called = [name or folder_name(store, folder) for name in names]
         opened = [self.open(store, folder, name) for name in names]
         held = any(isinstance(node, StateArray) for one in opened if one.content for _, node in one.content.leaves())
@@ -105,12 +141,19 @@ class StateFiles:
         placing = self._placing(store, folder, opened)[0]
         if held and folder.path and not self.is_state(placing.tree):
             return Declined(f"{called[0]} holds arrays, but nothing tells that they are a model's", 0.3)
+        if not held and folder.alone and folder.path and not (self._parts(called[0])["number"] or is_likely(called[0])):
+            return Declined(f"{called[0]} {opened[0].detail}, and nothing tells that it was a checkpoint", 0.3)
         number = self._parts(called[0])["number"] if folder.alone else ""
-        number = number or self._parts(folder_name(store, folder))["number"]
-        if number:
-            return Match(int(number), f"{reason}; its step is the number in its name")
+        if number or (number := self._number_of(store, folder)):
+            told = int(number) if folder.alone else None
+            return Match(int(number), f"{reason}; its step is the number in its name", numbered=told)
         step = placing.recorded_step()
         return Match(step or 0, f"{reason}; " + ("nothing tells a step" if step is None else f"it records step {step}"))
+
+    def _number_of(self, store: Store, folder: Folder) -> str:
+        """The number in a folder's name. That of the root may be the name of a run (``try3``)."""
+        name = folder_name(store, folder)
+        return self._parts(name)["number"] if folder.path or step_name(name, strict=True) else ""
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """None: the newest number counts."""

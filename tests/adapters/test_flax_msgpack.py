@@ -171,7 +171,7 @@ def test_a_file_by_itself():
     store = MemoryStore({"checkpoint_6": objects_of("adamw")["checkpoint_6"]})
     folder = Folder.of_file(store.stat("checkpoint_6"))
     assert FlaxMsgpack().recognise(store, folder) == Match(
-        6, "a msgpack map with arrays; its step is the number in its name"
+        6, "a msgpack map with arrays; its step is the number in its name", numbered=6
     )
 
 
@@ -294,3 +294,25 @@ def test_roles_of_what_was_trained_in_parts():
     parameters = {tensor.name for tensor in catalog.tensors if tensor.role is Role.PARAMETER}
     assert first | moment | frozen == parameters
     assert not first & moment
+
+
+@pytest.mark.parametrize(
+    ("variant", "suffix", "stray"),
+    [("npz", ".npz", "best.npz"), ("masters", ".msgpack", "final.msgpack"), ("masters", "", "checkpoint_best")],
+)
+def test_a_file_without_a_number_does_not_hide_the_steps_beside_it(variant, suffix, stray):
+    (name,) = {path.name for path in (FIXTURES / variant).glob("step_4/*")}
+    steps = {f"checkpoint_{n}{suffix}": (FIXTURES / variant / f"step_{n}/{name}").read_bytes() for n in (4, 6)}
+    objects = {**steps, stray: (FIXTURES / variant / f"step_2/{name}").read_bytes()}
+    main, beside = audit(MemoryStore(objects), Settings(), now=1e9).runs
+    assert ([step.state.step for step in main.steps], main.findings, main.nested) == ([4, 6], [], False)
+    assert (beside.path, beside.findings, beside.nested) == (stray, [], True)
+    objects[f"checkpoint_6{suffix}"] = steps[f"checkpoint_6{suffix}"][:900]
+    main, _ = audit(MemoryStore(objects), Settings(), now=1e9).runs
+    assert [(finding.id, finding.intervals[0].first_bad) for finding in main.findings] == [("INT002", 6)]
+
+
+def test_the_digit_of_a_root_s_name_is_no_step():
+    store = MemoryStore({"state.npz": (FIXTURES / "npz/step_4/state.npz").read_bytes()}, "/runs/try3")
+    ((step,),) = (run.steps for run in discover(store))
+    assert step.match.step != 3
