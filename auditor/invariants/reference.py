@@ -126,7 +126,8 @@ INVARIANTS = (
     Invariant(
         "REF001", "export-differs", Severity.ERROR,
         statement="An export beside a step's own files (the 16-bit weights in a Trainer's folder, zero_to_fp32's in "
-                  "the run's, a universal checkpoint) holds the step's weights; where those have another dtype, its "
+                  "the run's, a universal checkpoint; the ranks' parts beside the tensors that DCP's Hugging Face "
+                  "writer put together of them) holds the step's weights; where those have another dtype, its "
                   "masters rounded to nearest, ties to even; and it lacks none.",
         rationale="People load the export, training resumes from the rest: the two are not one model.",
         source="deepspeedai/DeepSpeed#1165; huggingface/transformers#28630",
