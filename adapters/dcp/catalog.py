@@ -95,12 +95,15 @@ class DcpReading:
         """The rank that wrote a file."""
         return coordinate_of(name)
 
-    def _add_file(self, folder: Folder, opened: Opened[None], container: str, file: DataFile | None = None) -> None:
+    def _add_file(
+        self, folder: Folder, opened: Opened[None], container: str, file: DataFile | None = None, save_id: str = ""
+    ) -> None:
         path = join(folder.path, opened.name)
         if path not in self.claimed:
             self.claimed.add(path)
             opaque = file.opaque if file else None
-            number = self.builder.file(opened.as_file(folder.path, container, self._coordinate(opened.name), opaque))
+            found = opened.as_file(folder.path, container, self._coordinate(opened.name), opaque)
+            number = self.builder.file(replace(found, save_id=save_id))
             if file and file.encoding is not None:
                 self.builder.encode(number, file.encoding)
 
@@ -120,7 +123,7 @@ class DcpReading:
         files = [*source.files.values()]
         for file, opened in zip(files, several(self.store, opened_of, files), strict=True):
             self.opaque.update(file.opaque)
-            self._add_file(folder, opened, "dcp", file)
+            self._add_file(folder, opened, "dcp", file, source.index.save_id)
             if not opened.lost:
                 self.flaws += [(source, flaw) for flaw in file.flaws]
 

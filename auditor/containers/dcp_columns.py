@@ -34,6 +34,8 @@ class DcpMetadata:
     """Name to the path of keys in the nested state dict, where that is recorded."""
     home: str = ""
     """Where it was written to."""
+    save_id: str = ""
+    """The number that its writer drew for the save; empty before torch 2.3."""
     opaque: Mapping[str, int] = field(default_factory=dict)
     chunk_at: array[int] = field(default_factory=lambda: array("q"))
     """Position in ``pool``: offsets, then sizes, of as many dims as the tensor has."""

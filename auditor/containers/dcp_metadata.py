@@ -34,6 +34,8 @@ taken. More than 8 GiB are refused in any case."""
 MAX_STACK = 100_000
 """Writers put a thousand items at a time into a dictionary."""
 MAX_EXTENT = 1 << 62
+MAX_SAVE_ID = 64
+"""Characters. A UUID has 36."""
 _MEGATRON = "megatron.core.dist_checkpointing."
 _MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
 """Where the classes are, and where some of them were before torch 2.3."""
@@ -156,7 +158,7 @@ class _Machine(PickleMachine):
         self._shapers: dict[str, Callable[[Any], Any]] = {
             "ChunkStorageMetadata": self._chunk, "MetadataIndex": self._index, "_StorageInfo": self._stored,
             "TensorProperties": self._properties, "TensorStorageMetadata": self._tensor, "Metadata": self._whole,
-            "StorageMeta": lambda state: _Home(str(_text(state.get("checkpoint_id")))),
+            "StorageMeta": lambda state: _Home(_text(state.get("checkpoint_id")), _text(state.get("save_id"))),
             **dict.fromkeys(_DROPPED, lambda state: None),
         }  # fmt: skip
 
@@ -312,7 +314,8 @@ class _Machine(PickleMachine):
             found.paths = {key: path for key, path in paths.items() if _is_path(key, path)}
         match_chunks(found)
         home = _resolved(whole.state.get("storage_meta"))
-        found.home = home.path if isinstance(home, _Home) else ""
+        if isinstance(home, _Home):
+            found.home, found.save_id = home.path, home.save_id[:MAX_SAVE_ID]
         found.opaque = dict(self.opaque)
         return found
 
@@ -320,6 +323,7 @@ class _Machine(PickleMachine):
 @dataclass(frozen=True, slots=True)
 class _Home:
     path: str
+    save_id: str
 
 
 def _is_path(key: object, path: object) -> bool:

@@ -97,6 +97,8 @@ class File:
     """Calls of unknown globals in its pickles, which were not made: name and count."""
     encoding: Encoding | None = field(default=None, compare=False, repr=False)
     """How its content is stored, where pieces can't address its bytes as they are."""
+    save_id: str = ""
+    """What its writer drew by chance for the save of which it is a part, where that is recorded."""
 
 
 FP8_SCALE, FP8_AMAX = "fp8_scale", "fp8_amax"

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from auditor.model.catalog import Catalog, FileState, Role, Scalar
 from auditor.model.observation import Content, Observations, contents
 from auditor.model.witness import Witness
@@ -88,7 +90,8 @@ class StepState:
     everything: tuple[Content, ...] = ()
     """What was read of all tensors, padding left out."""
     drawn: str = ""
-    """Digest of those of its files' names that the writer drew by chance; empty where there are none."""
+    """Digest of what the writer drew by chance for the files that hold its parameters, their names or a number of the
+    save; empty where there is nothing of that."""
     sizes: str = ""
     """Digest of its files' names and sizes."""
     num_ranks: int = 1
@@ -151,7 +154,6 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
     """The state of a step just read; what is committed is decided over the run."""
     missing = tuple(file.name for file in catalog.files if file.state is FileState.MISSING)
     skipped = num_skipped(catalog)
-    drawn = sorted(name for file in catalog.files if _DRAWN.fullmatch(name := catalog.within(file.name)))
     return StepState(
         catalog.step, catalog.path, catalog.format, not missing, missing, catalog.unfinished, catalog.finished,
         modified,
@@ -160,9 +162,18 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
         loss_scale=max((scalar.value for scalar in catalog.scalars if scalar.name == "loss_scale"), default=None),
         optimizer_files=tuple(sorted({scalar.file for scalar in counters_of_files(catalog)})),
         num_ranks=catalog.mesh.num_ranks, ranks_counted=catalog.ranks_counted,
-        drawn=_digest(drawn) if drawn else "",
+        drawn=_digest_of_drawn(catalog),
         sizes=_digest(sorted((catalog.within(file.name), file.num_bytes) for file in catalog.files)),
     )  # fmt: skip
+
+
+def _digest_of_drawn(catalog: Catalog) -> str:
+    held = [tensor.role is Role.PARAMETER for tensor in catalog.tensors]
+    of_parameters = np.array(held or [False])[catalog.pieces.tensor]
+    files = [catalog.files[number] for number in np.unique(catalog.pieces.file[of_parameters]).tolist()]
+    names = ((file.save_id, catalog.within(file.name)) for file in files)
+    drawn = {save_id or name for save_id, name in names if save_id or _DRAWN.fullmatch(name)}
+    return _digest(sorted(drawn)) if drawn else ""
 
 
 def _digest(what: object) -> str:

@@ -48,7 +48,8 @@ def test_columns_say_what_torchs_objects_say(path):
             assert found.chunk(found.item_chunk[row], len(tensor.shape))[0] == rows[row][1]
     assert dict(found.paths) == wanted.planner_data
     # torch 2.1 has no such entry.
-    assert found.home == (str(wanted.storage_meta.checkpoint_id) if wanted.storage_meta else "")
+    home = (str(wanted.storage_meta.checkpoint_id), wanted.storage_meta.save_id) if wanted.storage_meta else ("", "")
+    assert (found.home, found.save_id) == home
     assert not found.opaque
 
 
