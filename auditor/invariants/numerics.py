@@ -55,6 +55,9 @@ def _not_finite(evidence: StepEvidence, number: int, bad: NDArray[np.int64], kep
     what = "1 number that is not finite" if total == 1 else f"{total} numbers that are not finite"
     message = f"{tensor.name} ({tensor.role.value}) holds {what}{where}"
     severity = Severity.NOTE if _is_meant(evidence, number, bad, kept) else None
+    if severity is None and tensor.role is Role.OBJECT:
+        # What nobody trains, and no optimizer is known to use, need not harm the next step.
+        severity = Severity.WARNING
     return Violation(tensor.name, tuple(_location(evidence, int(row)) for row in bad), message, severity=severity)
 
 
@@ -65,14 +68,19 @@ def _is_meant(evidence: StepEvidence, number: int, bad: NDArray[np.int64], kept:
     """
     tensor, seen = evidence.catalog.tensors[number], evidence.observations.pieces
     name, rows = plain(tensor.name), evidence.catalog.rows_by_tensor[number]
-    if seen["num_nan"][bad].any() or name in kept.trained or name in kept.state:
+    if seen["num_nan"][bad].any():
+        return False
+    num_zero, num_infinite = int(seen["num_zero"][rows].sum()), int(seen["num_infinite"][rows].sum())
+    num_elements = int(evidence.catalog.pieces.num_elements()[rows].sum())
+    plain_mask = num_zero + num_infinite == num_elements
+    vector = sum(extent > 1 for extent in tensor.shape) < 2
+    if tensor.role is Role.OBJECT:
+        # Of a matrix of numbers, masks aside, nobody knows whether it is a model's.
+        return vector or plain_mask or 4 * num_infinite >= num_elements
+    if name in kept.trained or name in kept.state:
         return False
     if tensor.role is Role.BUFFER:
         return True
-    num_zero = int(seen["num_zero"][rows].sum())
-    num_odd = num_zero + int(seen["num_infinite"][rows].sum())
-    plain_mask = num_odd == int(evidence.catalog.pieces.num_elements()[rows].sum())
-    vector = sum(extent > 1 for extent in tensor.shape) < 2
     return tensor.role is Role.PARAMETER and (bool(kept.trained) or (plain_mask and (num_zero > 0 or vector)))
 
 
@@ -222,7 +230,9 @@ INVARIANTS = (
         statement="Every element of every parameter, master, moment and buffer is a finite number. Padding of flat "
                   "buffers is left out: it is uninitialised in healthy runs. A note where a buffer, or a tensor that "
                   "the optimizer was not given, is infinite and not NaN (masks and ranges begin so); where it isn't "
-                  "known what it was given, one of infinities and zeros alone.",
+                  "known what it was given, one of infinities and zeros alone. Of what is neither of these nor the "
+                  "optimizer's, a number or vector that is infinite (a best loss so far), or a mask, is a note, "
+                  "anything else a warning.",
         rationale="A NaN in a weight spreads to everything; one in a moment does so at the next step.",
         source="ultralytics/ultralytics#24307; NVIDIA/nvidia-resiliency-ext#349",
         example="4.mlp.dense_4h_to_h.weight (second_moment) holds 3 numbers that are not finite",

@@ -183,6 +183,10 @@ OVERFLOWN = np.where(np.eye(8) > 0, math.inf, 0.5)
         (OVERFLOWN, MASTER, ("other",), None),
         (np.where(np.eye(8) > 0, math.nan, MASK), Role.BUFFER, None, None),
         (np.array(math.nan), PARAMETER, ("other",), None),
+        (np.array(math.inf), Role.OBJECT, ("other",), Severity.NOTE),
+        (MASK, Role.OBJECT, ("other",), Severity.NOTE),
+        (OVERFLOWN, Role.OBJECT, ("other",), Severity.WARNING),
+        (np.array(math.nan), Role.OBJECT, ("other",), Severity.WARNING),
     ],
 )
 def test_infinity_on_purpose_is_a_note(values, role, group, severity):
