@@ -31,6 +31,9 @@ BEGIN, END = "<!-- measured -->", "<!-- end -->"
 ROWS = {
     # step: what wrote it, and the state that it shares with others
     "dcp/fsdp2_2/step-4": ("FSDP2, 2 ranks", "trained"),
+    "dcp/async/step-4": ("FSDP2, async_save", ""),
+    "dcp/fsdp2_4/step-4": ("FSDP2, 4 ranks", ""),
+    "dcp/fsdp_tp_2x2/step-4": ("FSDP2 and tensor parallel, 2×2", ""),
     "dcp/threads/step-4": ("FSDP2, two files a rank", "trained"),
     "dcp/file_per_item/step-4": ("FSDP2, a file an item", "trained"),
     "dcp/zstd/step-4": ("FSDP2, zstd extension", "trained"),

@@ -26,7 +26,18 @@ from tests.paths import ROOT
 FIXTURES = ROOT / "tests" / "fixtures" / "dcp"
 SAME = FIXTURES / "same_state"
 PLAIN = FIXTURES / "fsdp2_2"
-VARIANTS = ("hsdp_2x2", "tp_2", "ddp_2", "threads", "file_per_item", "no_coordinator", "torch_2_1")
+VARIANTS = (
+    "fsdp2_4",
+    "hsdp_2x2",
+    "tp_2",
+    "fsdp_tp_2x2",
+    "ddp_2",
+    "async",
+    "threads",
+    "file_per_item",
+    "no_coordinator",
+    "torch_2_1",
+)
 ADAPTER = TorchDcp()
 ROLES = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment", "step": "counter"}
 
