@@ -93,7 +93,7 @@ class StepState:
     """Digest of what the writer drew by chance for the files that hold its parameters, their names or a number of the
     save; empty where there is nothing of that."""
     sizes: str = ""
-    """Digest of its files' names and sizes."""
+    """Digest of names and sizes of the files that hold its tensors, but for those whose names are drawn by chance."""
     num_ranks: int = 1
     """Of the mesh."""
     ranks_counted: bool = False
@@ -163,8 +163,17 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
         optimizer_files=tuple(sorted({scalar.file for scalar in counters_of_files(catalog)})),
         num_ranks=catalog.mesh.num_ranks, ranks_counted=catalog.ranks_counted,
         drawn=_digest_of_drawn(catalog),
-        sizes=_digest(sorted((catalog.within(file.name), file.num_bytes) for file in catalog.files)),
+        sizes=_digest(sorted(_sizes(catalog))),
     )  # fmt: skip
+
+
+def _sizes(catalog: Catalog) -> Iterable[tuple[str, int]]:
+    """An index may hold the folder's own path, and be longer in one that is called otherwise."""
+    for number in np.unique(catalog.pieces.file).tolist():
+        file = catalog.files[number]
+        name = catalog.within(file.name)
+        if not _DRAWN.fullmatch(name):
+            yield name, file.num_bytes
 
 
 def _digest_of_drawn(catalog: Catalog) -> str:

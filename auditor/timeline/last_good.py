@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -35,16 +36,25 @@ def last_good(
 ) -> tuple[StepState | None, list[tuple[int, str]]]:  # fmt: skip
     """The newest good step, and why each newer one is not: committed, whole, judged, and without a violation.
 
+    Of two folders that hold one step it is that which is called by the step's number, not ``last`` nor ``20.bak``.
     ``serious``: ids of invariants whose violation makes a step bad even where they were not asked for.
     """
     bad = bad_steps(found, fail_on)
     rejected: list[tuple[int, str]] = []
-    for state in reversed(states):
+    for state in sorted(states[::-1], key=_preference):
         reason = _why_not(state, steps.get(state.step), bad.get(state.step), serious, fail_on, strict=strict)
         if not reason:
             return state, rejected
         rejected.append((state.step, reason))
     return None, rejected
+
+
+def _preference(state: StepState) -> tuple[int, bool, int]:
+    return -state.step, not _has_its_own_name(state), len(state.path)
+
+
+def _has_its_own_name(state: StepState) -> bool:
+    return re.search(rf"(?<!\d)0*{state.step}(\.[a-z]\w*)?$", state.path) is not None
 
 
 def _why_not(

@@ -146,6 +146,20 @@ def test_a_copy_beside_is_a_note_and_another_state_of_the_step_an_error(tmp_path
         shutil.rmtree(tmp_path / name)
 
 
+def test_one_that_the_writer_saved_beside_is_a_note(tmp_path):
+    """Its index is longer: it holds the folder's own path."""
+    shutil.copytree(FIXTURES / "dcp/fsdp2_2/step-4", tmp_path / "step-4")
+    shutil.copytree(tmp_path / "step-4", tmp_path / "last")
+    index = tmp_path / "last/.metadata"
+    content = index.read_bytes()
+    begin = content.index(b"\x8c$", content.index(b"save_id")) + 2
+    longer = content[:begin] + b"f" + content[begin + 1 :]
+    index.write_bytes(longer.replace(b"\x8c\x07fsdp2_2\x94", b"\x8c\x08in_a_row\x94", 1))
+    run = audited(tmp_path, Level.VALUES)
+    (finding,) = [finding for finding in run.findings if finding.id == "INT007"]
+    assert (finding.severity, run.last_good.path) == (NOTE, "step-4")
+
+
 @pytest.mark.parametrize(
     ("changes", "severity"),
     [

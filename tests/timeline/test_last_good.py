@@ -62,6 +62,20 @@ def test_a_pointer_makes_no_step_bad():
     assert bad_steps([dangling], Severity.ERROR) == {}
 
 
+@pytest.mark.parametrize(
+    ("others", "own"),
+    [
+        (["last", "step-20-backup", "best_of_120"], "step-20"), (["20.bak", "20_copy"], "20"),
+        (["step_20.bak.npz", "last.npz"], "step_20.npz"), (["steps/20@step-20"], "steps/20"),
+    ],
+)  # fmt: skip
+def test_of_two_folders_of_a_step_it_is_that_with_its_own_name(others, own):
+    states = [StepState(20, path, "made-up", True) for path in sorted([*others, own])]
+    states.insert(0, StepState(10, "step-10", "made-up", True))
+    good, _ = last_good(states, {10: ALL_HOLD, 20: ALL_HOLD}, [], Severity.ERROR, serious=frozenset(), strict=False)
+    assert good.path == own
+
+
 def test_newer_steps_are_rejected_with_a_reason():
     steps = {1: ALL_HOLD, 2: ALL_HOLD, 3: ALL_HOLD}
     states = [state(1), state(2), state(3, commit=Commit.UNCOMMITTED)]
