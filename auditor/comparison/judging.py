@@ -11,7 +11,7 @@ import numpy as np
 from auditor.comparison.holding import Holding, Key, Lanes
 from auditor.comparison.lockstep import Distance, Stored, measure
 from auditor.comparison.matching import Pair
-from auditor.comparison.one_set import MOMENTS, UNRELATED, WEIGHTS, OneSet, standing_of, stored_twice
+from auditor.comparison.one_set import MOMENTS, SAME_NUMBERS, UNRELATED, WEIGHTS, OneSet, standing_of, stored_twice
 from auditor.comparison.outcome import DIFFERENT, Amount, Compared, Standing
 from auditor.comparison.permutation import explain_order
 from auditor.comparison.power import power_of
@@ -126,6 +126,8 @@ class Bench:
             narrow = f"{left.tensor.dtype.name} against {right.tensor.dtype.name}, rounded to nearest"
             fewer = right.tensor.dtype.bits < left.tensor.dtype.bits
             return replace(row, standing=Standing.CAST, detail=_joined(row.detail, narrow), narrowed=fewer)
+        if left.tensor.dtype.epsilon and not apart.largest and not apart.num_odd:
+            return replace(row, standing=Standing.ROUNDING, detail=_joined(row.detail, SAME_NUMBERS))
         known, row = row.detail, self.against(row)
         if row.standing is Standing.ROUNDING:
             return row

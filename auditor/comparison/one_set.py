@@ -21,6 +21,7 @@ SHARE = 0.5
 MOMENTS = (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT)
 WEIGHTS = (Role.PARAMETER, Role.MASTER, Role.EMA)
 _OPEN = (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.UNDETERMINED)
+SAME_NUMBERS = "equal as numbers"
 UNRELATED = "it has no more in common with the reference than unrelated weights have"
 _APART = (
     "more than one set of weights, stored twice, and less than weights that have nothing in common: how far training "
@@ -38,7 +39,7 @@ def stored_twice(dtype: DType, spread: float) -> Threshold:
 def standing_of(model: Model, amount: Amount, threshold: Threshold) -> tuple[Standing, str]:
     """How a weight stands of which nothing is known but its own numbers, and why."""
     if not amount.relative:
-        return Standing.ROUNDING, "equal as numbers"
+        return Standing.ROUNDING, SAME_NUMBERS
     if amount.relative > threshold.beyond:
         return Standing.BEYOND, UNRELATED
     if model.trained:

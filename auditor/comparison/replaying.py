@@ -48,13 +48,14 @@ def left_over(reference: Holding, candidate: Holding, model: Model, pair: Pair) 
     """The part of a difference of weights that is no multiple of the difference of m/√v; None where that is not known.
 
     Both sides went one step from equal weights, so weights that the same optimizer moved differ by −rate·(u′ − u), and
-    by the rounding of the last addition. The rate that fits best is taken, up to twice the recorded one.
+    by the rounding of the last addition. The rate that fits best is taken, up to twice the recorded one. Where betas or
+    epsilon are not recorded (optax), where small moments lead is not known.
 
     Raises:
         SourceLostError: something can't be read.
     """
     sides = [_stored(reference, pair, pair.reference), _stored(candidate, pair, pair.candidate)]
-    if sides[0] is None or sides[1] is None or model.num_steps != 1:
+    if sides[0] is None or sides[1] is None or model.num_steps != 1 or None in (model.betas, model.epsilon):
         return None
     sums = _Sums()
     for box in boxes(sides[0][0].tensor.shape):
@@ -107,8 +108,9 @@ def _stored(holding: Holding, pair: Pair, number: int | None) -> _Sides | None:
 
 
 def _update(m: NDArray[np.float64], v: NDArray[np.float64], model: Model) -> NDArray[np.float64]:
-    betas = model.betas or (0.9, 0.999)
-    first, second = (1 - math.pow(beta, max(1.0, model.counted)) for beta in betas)
+    assert model.betas is not None
+    assert model.epsilon is not None
+    first, second = (1 - math.pow(beta, max(1.0, model.counted)) for beta in model.betas)
     with np.errstate(divide="ignore", invalid="ignore"):
         return (m / first) / (np.sqrt(v / second) + model.epsilon)
 

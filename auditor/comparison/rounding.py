@@ -90,8 +90,8 @@ class Model:
     """Terms of the longest sum that no shape shows (tokens a batch), where they are stated."""
     learning_rate: float | None = None
     betas: tuple[float, float] | None = None
-    epsilon: float = 1e-8
-    """Of the optimizer."""
+    epsilon: float | None = None
+    """Of the optimizer; None where it is not recorded."""
     has_masters: bool = False
     counted: float = 1.0
     """The reference's own count of optimizer steps."""
@@ -156,9 +156,9 @@ def _betas(holding: Holding) -> tuple[float, float] | None:
     return None
 
 
-def _epsilon(holding: Holding) -> float:
+def _epsilon(holding: Holding) -> float | None:
     found = [group.hyperparameters.get("eps") for group in holding.groups]
-    return next((float(eps) for eps in found if isinstance(eps, (int, float)) and 0 < eps < 1), 1e-8)
+    return next((float(eps) for eps in found if isinstance(eps, (int, float)) and 0 <= eps < 1), None)
 
 
 def counted_steps(holding: Holding) -> float:

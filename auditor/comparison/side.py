@@ -23,6 +23,7 @@ from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.shares import Everything
 from auditor.settings import Settings
 from auditor.sources import StepSource
+from auditor.stated_optimizer import with_stated
 from auditor.storage.roots import open_store
 from auditor.storage.store import ObjectMissingError, StorageError, Store
 
@@ -71,7 +72,8 @@ def open_side(path: str, settings: Settings, stack: ExitStack, progress: Progres
 
 
 def _catalog(store: Store, settings: Settings, source: StepSource) -> Catalog:
-    return source.adapter.read(store, source.folder, source.match, settings.options)
+    read = source.adapter.read(store, source.folder, source.match, settings.options)
+    return with_stated(read, settings.options.optimizer)
 
 
 def _read(

@@ -13,7 +13,8 @@ MOST = 2.0
 """Two updates of length one in opposite directions."""
 SLOPE = 3.0
 """Of the update m/√v in the gradient's error over √v: one from m, and up to two from v."""
-
+USUAL_EPSILON = 1e-8
+"""Where none is recorded."""
 FASTEST = 10.0
 """No element of m/√v is larger where Adam made both (docs/optimizer-bound.md: 7.27 with usual betas)."""
 
@@ -41,7 +42,7 @@ def motion_of(first: Stored, second: Stored, noise: float, model: Model) -> Moti
         size = np.sqrt(np.maximum(v, 0.0) / corrections[1])
         with np.errstate(divide="ignore", over="ignore"):
             own = np.minimum(MOST, np.where(size > 0, SLOPE * noise / np.where(size > 0, size, 1.0), MOST))
-            step = np.abs(m) / corrections[0] / (size + model.epsilon)
+            step = np.abs(m) / corrections[0] / (size + (USUAL_EPSILON if model.epsilon is None else model.epsilon))
         if size.ndim:
             own *= (size > 0).any(axis=-1, keepdims=True)
         apart += float(np.sum(own**2))

@@ -228,3 +228,37 @@ def test_another_dtype_is_no_resumed_state_and_a_narrower_one_is_not_exact(
     wide = saved(tmp_path, WEIGHTS, form=np.float32)
     assert code(compared(wide, reference, **choices)) == to_narrow
     assert code(compared(reference, wide, **choices)) == to_wide
+
+
+def one_step_of_adam(folder, noise, epsilon=1e-8, **recorded):
+    """Two saves around a first step, whose gradients are nearly zero in one tensor (the bias of attention's keys)."""
+    drawn, names = np.random.default_rng(7), [f"layers.{layer}.{name}" for layer in range(4) for name in ("up", "key")]
+    group = {"number": 0, "file": "zarr.json", "optimizer": "adamw", "hyperparameters": {"lr": 1e-3, **recorded},
+             "parameters": names}  # fmt: skip
+    begun, after = {}, {}
+    for name in names:
+        w, g = drawn.normal(0, 0.1, (16, 16)), drawn.normal(0, 1e-9 if "key" in name else 1e-2, (16, 16))
+        g = g * (1 + GENERATOR.normal(0, noise, g.shape)) + (GENERATOR.normal(0, 1e-9, g.shape) if noise else 0)
+        moments = {"first_moment": 0.1 * g, "second_moment": 0.05 * g**2}
+        begun |= {("parameter", name): w, **{(role, name): 0 * value for role, value in moments.items()}}  # -0.0 is 0.0
+        moved = {"parameter": w - 1e-3 * g / (abs(g) + epsilon), **moments}
+        after |= {(role, name): value for role, value in moved.items()}
+    for step, tensors in enumerate((begun, after)):
+        write_step(folder, step, {key: np.float32(v) for key, v in tensors.items()}, groups=[{**group, "step": step}])
+    return folder
+
+
+def test_a_step_is_replayed_only_with_numbers_that_are_known(tmp_path, monkeypatch):
+    """Optax records no betas: where gradients are as small as epsilon, moments alone don't say where they lead."""
+
+    def key(one, two):
+        rows = compared(one, two).steps[1].rows
+        return next(r.standing for r in rows if (r.pair.name, r.pair.role.value) == ("layers.1.key", "parameter"))
+
+    one, two = one_step_of_adam(tmp_path / "one", 0), one_step_of_adam(tmp_path / "two", 1e-7)
+    wrong = one_step_of_adam(tmp_path / "wrong", 1e-7, epsilon=1e-6)
+    assert {key(one, two), key(one, wrong)} == {Standing.UNDETERMINED}
+    assert key(one_step_of_adam(tmp_path / "recorded", 0, betas=[0.9, 0.95], eps=1e-8), wrong) is Standing.BEYOND
+    (tmp_path / "auditor.toml").write_text("[optimizer]\nbetas = [0.9, 0.95]\neps = 1e-8\n")
+    monkeypatch.chdir(tmp_path)
+    assert (key(one, two), key(one, wrong)) == (Standing.ROUNDING, Standing.BEYOND)
