@@ -41,7 +41,8 @@ def last_good(
     """
     bad = bad_steps(found, fail_on)
     rejected: list[tuple[int, str]] = []
-    for state in sorted(states[::-1], key=_preference):
+    newest_first = states[::-1]
+    for state in sorted(newest_first, key=_preference):
         reason = _why_not(state, steps.get(state.step), bad.get(state.step), serious, fail_on, strict=strict)
         if not reason:
             return state, rejected
