@@ -1,7 +1,8 @@
 """The one place that writes: exports and ledgers. Every file appears whole under its name, or not at all.
 
 A file is drafted under a temporary name beside its own (``.<name>.partial``), may be read back there, and is renamed
-when it is done. Whoever is killed leaves a draft that the next run overwrites. Symbolic links inside the folder are
+when it is done. Whoever is killed leaves a draft that the next run overwrites. What must be new is drafted without a
+name, where the file system can: several processes may create the same file. Symbolic links inside the folder are
 refused, so that nothing is written through one to another place.
 """
 
@@ -209,6 +210,11 @@ class FolderWriter:
             with suppress(OSError):
                 os.unlink(_draft_name(self._path(name)))
             return False
+        with _explained(self._path(name)):
+            self._make_folder(name.rpartition("/")[0])
+        created = _created_nameless(self._path(name), content)
+        if created is not None:
+            return created
         with self.draft(name) as draft:
             draft.append(memoryview(content))
             return draft.publish_new()
@@ -267,6 +273,30 @@ class FolderWriter:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise WriteError(f"{join(self.location, folder)}: is no folder of its own (a link, or a file)")
         self._known.add(folder)
+
+
+def _created_nameless(path: str, content: bytes) -> bool | None:
+    """Write a file that has no name until it is whole; whether it got its name, None where it has to have a draft.
+
+    The draft of another process that creates the same file at the same time would be this one's: each would take away
+    what the other wrote.
+    """
+    try:
+        descriptor = os.open(os.path.dirname(path), os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    except (OSError, AttributeError):
+        return None
+    try:
+        if os.write(descriptor, content) != len(content):
+            return None
+        # Python follows the link only where it is told a folder, which means nothing to a path from the root.
+        os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
+    except FileExistsError:
+        return False
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _draft_name(path: str) -> str:

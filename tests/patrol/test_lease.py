@@ -1,5 +1,6 @@
 """The lock: one owner at a time, takeover of what expired, on disk and in a bucket."""
 
+import sys
 import threading
 
 import pytest
@@ -100,6 +101,30 @@ def test_of_several_who_take_over_one_wins(place):
     for thread in threads:
         thread.join()
     assert sorted(results) == ["refused"] * 3 + ["won"]
+
+
+def test_processes_that_create_one_file_do_not_take_away_each_others_draft(tmp_path):
+    """On disk; in a bucket a conditional put has no draft."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for number in range(60):
+            results, barrier = [], threading.Barrier(4)
+
+            def create(number=number, results=results, barrier=barrier):
+                writer = FolderWriter(tmp_path)
+                barrier.wait()
+                results.append(writer.create(f"locks/{number}", b"owner"))
+
+            threads = [threading.Thread(target=create) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert sorted(results) == [False, False, False, True]
+    finally:
+        sys.setswitchinterval(before)
+    assert not [*tmp_path.rglob("*.partial")]
 
 
 def test_one_who_slept_between_look_and_write_gives_way(place, monkeypatch):
