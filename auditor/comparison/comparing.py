@@ -185,7 +185,10 @@ class _UnderWay:
         left = bench.reference
         same = one_set(rows, left, bench.model)
         if same is not None:
-            rows = [same.settled(row, bench.narrower(row.pair)) if row.amount else row for row in rows]
+            rows = [
+                same.settled(row, bench.narrower(row.pair), one_dtype=bench.one_dtype(row.pair)) if row.amount else row
+                for row in rows
+            ]
         if self.choices.power:
             rows = [bench.powered(row, measures.get(at), same) for at, row in enumerate(rows)]
         suspect = (Standing.BEYOND, Standing.SUSPICIOUS)

@@ -306,6 +306,10 @@ class Bench:
         sides = (self.reference.tensors[pair.reference or 0], self.candidate.tensors[pair.candidate or 0])
         return min((tensor.dtype for tensor in sides), key=lambda dtype: dtype.mantissa_bits)
 
+    def one_dtype(self, pair: Pair) -> bool:
+        """Whether both sides keep the numbers in one dtype, so that copying them rounds nothing."""
+        return self.reference.tensors[pair.reference or 0].dtype == self.candidate.tensors[pair.candidate or 0].dtype
+
     def motion(self, pair: Pair) -> Motion | None:
         """What a step does to a weight; None without optimizer state on both sides."""
         numbers = self.reference.numbers
@@ -327,7 +331,7 @@ def amount_of(apart: Distance) -> Amount:
     """The part of a measure that stays."""
     return Amount(
         apart.relative, apart.num_differ, apart.num_elements, apart.largest, apart.first, apart.length,
-        spread=apart.spread, num_far=apart.num_far,
+        spread=apart.spread, num_far=apart.num_far, num_larger=apart.num_larger,
     )  # fmt: skip
 
 

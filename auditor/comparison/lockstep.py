@@ -84,6 +84,8 @@ class Distance:
     """Sum of the squared difference."""
     num_far: int = 0
     """Elements that are farther apart than one distance between numbers of the narrower dtype."""
+    num_larger: int = 0
+    """Elements that are farther from zero in the candidate."""
     reference: float = 0.0
     candidate: float = 0.0
     product: float = 0.0
@@ -191,6 +193,7 @@ def _count(
     found.num_elements += box.num_elements
     with np.errstate(invalid="ignore", over="ignore"):
         found.num_far += int(np.count_nonzero(np.abs(a - b) > _one_apart(a, b, left, right)))
+        found.num_larger += int(np.count_nonzero(np.abs(b) > np.abs(a)))
     if left == right:
         differ = own != theirs
     else:

@@ -23,6 +23,8 @@ WEIGHTS = (Role.PARAMETER, Role.MASTER, Role.EMA)
 _OPEN = (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.UNDETERMINED)
 SAME_NUMBERS = "equal as numbers"
 UNRELATED = "it has no more in common with the reference than unrelated weights have"
+ROUNDED_OTHERWISE = "a copy in one dtype rounds nothing, and elements differ by one distance between numbers"
+ONE_SIDED = "what differs is nearly all larger, or nearly all smaller: a factor or a cut-off, no rounding to nearest"
 _APART = (
     "more than one set of weights, stored twice, and less than weights that have nothing in common: how far training "
     "leads apart is told by optimizer state on both sides, or by reruns of the reference (--calibrate)"
@@ -63,8 +65,8 @@ class OneSet:
         """What is beyond rounding once it is known that no training came between."""
         return stored_twice(dtype, 0.0)
 
-    def settled(self, row: Compared, dtype: DType) -> Compared:
-        """A row as it stands where nothing but one rounding can have come between."""
+    def settled(self, row: Compared, dtype: DType, *, one_dtype: bool) -> Compared:
+        """A row as it stands where nothing but one rounding can have come between; in ``one_dtype`` not even that."""
         amount = row.amount
         if amount is None or not amount.relative or row.standing not in _OPEN or not dtype.epsilon:
             return row
@@ -77,6 +79,10 @@ class OneSet:
             return row
         if amount.num_far or amount.relative > threshold.relative:
             return replace(row, standing=Standing.BEYOND, threshold=threshold, detail=detail)
+        if one_dtype and amount.num_far == 0:
+            standing = Standing.BEYOND if amount.one_sided else Standing.SUSPICIOUS
+            how = ONE_SIDED if amount.one_sided else ROUNDED_OTHERWISE
+            return replace(row, standing=standing, threshold=threshold, detail=f"{detail}; {how}")
         standing = Standing.SUSPICIOUS if threshold.relative > SAYS_NOTHING * amount.spread else Standing.ROUNDING
         return replace(row, standing=standing, threshold=threshold, detail=detail)
 

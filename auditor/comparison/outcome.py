@@ -49,8 +49,17 @@ class Amount:
     """How far elements lie from their own mean, relative to ``length``."""
     num_far: int = -1
     """Elements that are farther apart than one distance between numbers; -1 where that is not known."""
+    num_larger: int = -1
+    """Elements that are farther from zero in the candidate; -1 where that is not known."""
     estimated: bool = False
     """Whether it is told from sketches: within about a tenth."""
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether more elements grew than shrank, or fewer, than falls to rounding but once in 10,000 tensors."""
+        if self.num_larger < 0 or self.num_differ < 16:
+            return False
+        return abs(2 * self.num_larger - self.num_differ) >= 4 * math.sqrt(self.num_differ)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,12 +60,34 @@ def test_one_set_stored_twice_may_be_rounded_and_nothing_else(reference, tmp_pat
     found = compared(saved(tmp_path / "wide", same, form=np.float32), reference)
     assert set(told(found).values()) == {Standing.CAST}
     same["layers.1.up.weight"] = same["layers.1.up.weight"] * (1 + 2**-9)
-    found = compared(reference, saved(tmp_path / "near", same))
-    assert told(found)["layers.1.up.weight"] is Standing.ROUNDING
-    assert code(found) == 0
+    wide = saved(tmp_path / "near", same, form=np.float32)
+    assert told(compared(wide, reference))["layers.1.up.weight"] is Standing.ROUNDING
+    assert code(compared(wide, reference)) == 0
     # A norm's elements differ from each other by little more than that: it may as well be another layer's.
     same = {**WEIGHTS, "layers.1.norm.weight": WEIGHTS["layers.1.norm.weight"] + 0.004}
     assert told(compared(reference, saved(tmp_path / "norm", same)))["layers.1.norm.weight"] is Standing.SUSPICIOUS
+
+
+@pytest.mark.parametrize(
+    ("change", "standing"),
+    [("bit", Standing.SUSPICIOUS), ("either way", Standing.SUSPICIOUS), ("row", Standing.BEYOND),
+     ("factor", Standing.BEYOND), ("cut off", Standing.BEYOND)],
+)  # fmt: skip
+def test_a_copy_in_one_dtype_rounds_nothing(reference, tmp_path, change, standing):
+    """Elements that differ by one distance between numbers: by chance a warning, all in one direction no rounding."""
+    near = {name: bfloat16(values) for name, values in WEIGHTS.items()}
+    changed = near["layers.1.up.weight"]
+    if change == "cut off":
+        near = {name: (np.float32(values).view(np.uint32) >> 16).astype(np.uint16) for name, values in WEIGHTS.items()}
+    elif change == "factor":
+        near = {name: values + np.uint16(1) for name, values in near.items()}
+    elif change == "either way":
+        changed += np.resize(np.array([1, 0, 0xFFFF], np.uint16), changed.shape)
+    else:
+        changed[7, slice(None) if change == "row" else 3] += 1
+    found = compared(reference, write_step(tmp_path, 2000, near))
+    assert told(found)["layers.1.up.weight"] is standing
+    assert code(found) == (1 if standing is Standing.BEYOND else 0)
 
 
 @pytest.mark.parametrize("change", ["one element", "a factor"])
