@@ -22,7 +22,7 @@ from auditor.comparison.records import recorded
 from auditor.comparison.rounding import counted_steps, model_of
 from auditor.comparison.seeing import Views, views_of
 from auditor.comparison.side import Progress, Side, open_side
-from auditor.comparison.together import common_factor, factor_cause, with_factor
+from auditor.comparison.together import common_factor, factor_cause, following, with_factor
 from auditor.errors import NothingToAuditError
 from auditor.model.catalog import Role
 from auditor.model.finding import LikelyCause
@@ -176,7 +176,9 @@ class _UnderWay:
                 row = bench.coarse(bench.replayed(row))
             rows.append(_tied(row, left, right, pairing))
         factor = common_factor([*measures.values()])
-        rows = self._settled(bench, with_factor(rows, factor), {at: apart for at, (_, apart) in measures.items()})
+        rows = self._settled(
+            bench, following(with_factor(rows, factor)), {at: apart for at, (_, apart) in measures.items()}
+        )
         causes = (factor_cause(factor, setting.named(factor.factor)),) if factor else ()
         return rows, (*causes, *shared_causes(rows, scaled=factor is not None))
 

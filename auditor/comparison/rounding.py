@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from auditor.comparison.holding import Holding
-from auditor.comparison.matching import Pair
+from auditor.comparison.matching import Pair, module_of
 from auditor.invariants.related import layer
 from auditor.model.catalog import Role
 from auditor.model.dtype import DTYPES, DType, Kind
@@ -85,7 +85,7 @@ class Model:
     layers: tuple[str, ...]
     """Numbers of layers in model order."""
     levels: Mapping[tuple[Role, str], float]
-    """Role and layer to the root mean square of the reference's elements."""
+    """Role and layer (module, outside of layers) to the root mean square of the reference's elements."""
     num_terms: int = 0
     """Terms of the longest sum that no shape shows (tokens a batch), where they are stated."""
     learning_rate: float | None = None
@@ -119,7 +119,7 @@ class Model:
 
     def floor(self, role: Role, name: str, num_elements: int) -> float:
         """Length that a tensor of this size has where its elements are as large as its layer's."""
-        return self.levels.get((role, layer(name)), 0.0) * math.sqrt(num_elements)
+        return self.levels.get((role, _place(name)), 0.0) * math.sqrt(num_elements)
 
 
 def model_of(
@@ -169,11 +169,17 @@ def counted_steps(holding: Holding) -> float:
     return float(max([0.0, *counts]))
 
 
+def _place(name: str) -> str:
+    """The layer of a tensor; where layers have no numbers, its module (of a bias, that of its weight)."""
+    number = layer(name)
+    return number if number != name else module_of(name) or name
+
+
 def _levels(holding: Holding) -> dict[tuple[Role, str], float]:
-    """The root mean square over all elements of one role in one layer."""
+    """The root mean square over all elements of one role in one layer or module."""
     squares: dict[tuple[Role, str], list[float]] = {}
     for number, tensor in enumerate(holding.tensors):
-        total = squares.setdefault((tensor.role, layer(tensor.name)), [0.0, 0.0])
+        total = squares.setdefault((tensor.role, _place(tensor.name)), [0.0, 0.0])
         total[0] += holding.size(number) * holding.size(number)
         total[1] += tensor.num_elements
     return {

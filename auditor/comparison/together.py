@@ -20,6 +20,7 @@ SHARE = 0.25
 """And how much of the threshold of a usual tensor."""
 TO_DEVIATION = 1.4826
 """From the median of distances from the median to a standard deviation."""
+FOLLOWS = "as far as a bias of its size went, of which nothing is determined"
 _SOURCE = "NVIDIA/Megatron-LM#673; NVIDIA/Megatron-LM#906"
 
 
@@ -63,6 +64,25 @@ def with_factor(rows: Sequence[Compared], found: CommonFactor | None) -> list[Co
         else row
         for row in rows
     ]
+
+
+def following(rows: Sequence[Compared]) -> list[Compared]:
+    """The rows, with averages of activations undetermined that moved no more than an undetermined bias before them.
+
+    What a bias adds, normalisation takes out again: its gradient is rounding, and its own wandering goes into the mean.
+    """
+    limits: dict[int, float] = {}
+    for row in rows:
+        if row.amount and row.pair.role is Role.PARAMETER and row.standing is Standing.UNDETERMINED:
+            count = row.amount.num_elements
+            limits[count] = max(limits.get(count, 0.0), row.amount.relative * row.amount.length)
+    return [
+        replace(row, standing=Standing.UNDETERMINED, detail=FOLLOWS)
+        if row.pair.role is Role.BUFFER and row.standing in (Standing.BEYOND, Standing.SUSPICIOUS) and row.amount
+        and row.amount.relative * row.amount.length <= limits.get(row.amount.num_elements, 0.0)
+        else row
+        for row in rows
+    ]  # fmt: skip
 
 
 def factor_cause(found: CommonFactor, degrees: str) -> LikelyCause:

@@ -284,3 +284,24 @@ def test_a_step_is_replayed_only_with_numbers_that_are_known(tmp_path, monkeypat
     (tmp_path / "auditor.toml").write_text("[optimizer]\nbetas = [0.9, 0.95]\neps = 1e-8\n")
     monkeypatch.chdir(tmp_path)
     assert (key(one, two), key(one, wrong)) == (Standing.ROUNDING, Standing.BEYOND)
+
+
+@pytest.mark.parametrize("moved", [1.0, 50.0])
+def test_a_bias_that_normalisation_takes_out_again(tmp_path, moved):
+    """Its gradient is rounding, its mean follows it; a mean that went farther than its bias is wrong."""
+    sides = []
+    for side in ("one", "two"):
+        noise, tensors = np.random.default_rng(len(sides) + 11), {}
+        drawn = np.random.default_rng(9)
+        for name, shape, size in (("conv.weight", (16, 3, 3, 3), 1e-2), ("conv.bias", (16,), 0.0)):
+            g, w = drawn.normal(0, size, shape) + noise.normal(0, 1e-9, shape), drawn.normal(0, 0.1, shape)
+            step = 1e-3 * np.sign(g)
+            tensors |= {("parameter", name): w - step, ("first_moment", name): g, ("second_moment", name): g**2}
+        tensors["buffer", "norm.running_mean"] = drawn.normal(0, 0.1, 16) - (moved if side == "two" else 1) * step / 10
+        group = {"number": 0, "file": "zarr.json", "optimizer": "adamw", "step": 1, "hyperparameters": {"lr": 1e-3},
+                 "parameters": ["conv.weight", "conv.bias"]}  # fmt: skip
+        sides.append(write_step(tmp_path / side, 1, {k: np.float32(v) for k, v in tensors.items()}, groups=[group]))
+    standings = {(row.pair.name, row.pair.role.value): row.standing for row in compared(*sides).steps[0].rows}
+    assert {standings["conv.bias", role] for role in ("parameter", "first_moment")} == {Standing.UNDETERMINED}
+    expected = Standing.UNDETERMINED if moved == 1 else Standing.BEYOND
+    assert standings["norm.running_mean", "buffer"] is expected
