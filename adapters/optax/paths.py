@@ -35,6 +35,7 @@ EMAS = re.compile(r"(?:\w{1,40}_)?(?:ema|swa|polyak|avg|average|averaged)(?:_\w{
 _OPTIMIZER = re.compile(r"(?:\w{1,40}_)?(?:opt|optim|optimizers?)(?:_states?)?(?:_\w{1,40})?", re.A)
 _SIGNATURES = (frozenset({"mu", "nu"}), frozenset({"v_row", "v_col"}), frozenset({"trace"}), frozenset({"count", "mu"}))
 """Fields by which a state is known in a tree that nothing calls an optimizer's."""
+_COUNTED = ("count", PARAM_STATES)
 HEAD = 4
 """Keys of a path among which the name of a whole tree is looked for."""
 _SAMPLES, _CANDIDATES = 16, 32
@@ -58,13 +59,17 @@ class OptimizerRoots:
     """The trees of optimizers in a state."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        named: dict[Path, bool] = {}
+        named: dict[Path, set[str]] = defaultdict(set)
         for path in paths:
             root = _named_root(path)
             if root is not None:
-                has_field = any(part in FIELDS or part in ("count", PARAM_STATES) for part in path[len(root) :])
-                named[root] = named.get(root, False) or has_field
-        self._roots = frozenset(root for root, has_field in named.items() if has_field)
+                named[root].update(part for part in path[len(root) :] if part in FIELDS or part in _COUNTED)
+        roots = {root for root, fields in named.items() if fields}
+        # What keeps fields around another optimizer's state wraps it: together they are one.
+        wrappers = {root for root in roots if named[root] & FIELDS}
+        self._roots = frozenset(
+            root for root in roots if not any(root[:length] in wrappers for length in range(1, len(root)))
+        )
         self._lengths: tuple[int, ...] = ()
         self._measure()
         rest = [path for path in paths if self.of(path) is None]

@@ -48,6 +48,10 @@ _ROLES = {
     "v": Role.SECOND_MOMENT, "grad_sq_ema": Role.SECOND_MOMENT,
 }  # fmt: skip
 """Fields that hold a moving average of gradients or of their squares, if they have their parameters' shapes."""
+_OF_ADAM = frozenset(_ROLES) | {"nu_max", "v_row", "v_col", "momentum", "ema", "trace", "m1", "m2"}
+"""Trees of the parameters' structure in states of Adam's form. Where a state has others beside them its fields mean
+something else: in Adan's ``v`` averages differences of gradients, and in SM3's ``nu`` is the momentum. Source: optax
+``_src/transform.py`` (ScaleByAdanState, ScaleBySM3State), 0.2.8."""
 _FACTORED = frozenset({"v", "v_row", "v_col"})
 _KEYS = {"nu_max": "max_exp_avg_sq"}
 """Fields that hold what torch keeps under another name."""
@@ -86,6 +90,8 @@ class Kept:
     field: str
     parameter: Path
     """Path of its parameter, from the root."""
+    is_listed: bool = False
+    """Whether it is one of several that are kept in a list: as many as the parameter has dims, say."""
 
 
 class OptaxTree:
@@ -186,10 +192,17 @@ class OptaxTree:
             split = split_field(path, root)
             if split is None or _whole(split[2]) not in rests:
                 split = split_suffix(path, root, rests) or split
-            if split is not None:
+            # A field that is one array is a tree of parameters only if those are one array.
+            if split is not None and (split[2] or not rests or () in rests):
                 rest = _whole(split[2])
-                found[at] = Kept(split[0], split[1], rests.get(rest, model + rest))
+                is_listed = bool(rest) and path[-1].isdecimal() and path[-len(rest) :] != rest
+                found[at] = Kept(split[0], split[1], rests.get(rest, model + rest), is_listed)
         return found
+
+    @cached_property
+    def _of_other_form(self) -> frozenset[Path]:
+        """States that keep for parameters what Adam's and its like don't."""
+        return frozenset(kept.node for kept in self.kept.values() if kept.field not in _OF_ADAM)
 
     @cached_property
     def _of_other_shape(self) -> frozenset[tuple[Path, str]]:
@@ -241,7 +254,7 @@ class OptaxTree:
     def _inner(self, at: int) -> Meaning:
         """What a leaf of the optimizer's is."""
         kept, leaf, path = self.kept.get(at), self.leaves[at], self.paths[at]
-        if kept is None:
+        if kept is None or kept.is_listed:
             role = Role.COUNTER if not leaf.shape and path[-1] in COUNTERS else Role.OBJECT
             return self._named(role, self.joined(path), -1)
         name, role = self.name_of(kept.parameter), self._role(at, kept)
@@ -257,7 +270,8 @@ class OptaxTree:
         if self._is_placeholder(at, kept):
             return Role.PADDING
         # A moment of one odd shape among many that fit is a fault; where none fits, it isn't that moment.
-        return Role.MOMENT if (kept.node, kept.field) in self._of_other_shape else _ROLES.get(kept.field, Role.MOMENT)
+        unlike = kept.node in self._of_other_form or (kept.node, kept.field) in self._of_other_shape
+        return Role.MOMENT if unlike else _ROLES.get(kept.field, Role.MOMENT)
 
     def _free(self, role: Role, name: str) -> str:
         """A name that no other state of the parameter has: chains may hold two averages of one kind."""
