@@ -214,7 +214,7 @@ def test_all_zero_files_of_an_earlier_step(run):
     _, found = audited(run)
     # An optimizer that began anew would count as little, but have other moments.
     (finding,) = found.findings
-    assert (finding.id, finding.severity.name, finding.consequences) == ("INT011", "ERROR", ("CST001", "MOT006"))
+    assert (finding.id, finding.severity.name, finding.consequences) == ("INT011", "ERROR", ("AUX003", "CST001", "MOT006"))
     assert found.last_good.step == 30
 
 
@@ -222,7 +222,7 @@ def test_all_zero_files_of_an_earlier_step_explain_what_does_not_fit_them(run):
     for path in (run / "global_step20").glob("bf16_zero_*"):
         shutil.copy(path, run / "global_step30")
     (finding,) = audited(run)[1].findings
-    assert (finding.id, finding.consequences) == ("INT011", ("CST001",))
+    assert (finding.id, finding.consequences) == ("INT011", ("AUX003", "CST001"))
     assert {location.file for location in finding.locations} == {
         f"global_step30/{path.name}" for path in (run / "global_step20").glob("bf16_zero_*")
     }

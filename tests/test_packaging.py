@@ -49,7 +49,7 @@ def test_core_needs_neither_torch_nor_jax_nor_numba(wheel):
     (metadata,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     needed = [line for line in wheel.read(metadata).decode().splitlines() if line.startswith("Requires-Dist:")]
     core = [line for line in needed if "extra ==" not in line]
-    assert len(core) == 4
+    assert len(core) == 5
     assert not any(word in line for line in core for word in ("torch", "jax", "numba"))
 
 

@@ -7,11 +7,9 @@ expected.
 from __future__ import annotations
 
 import zlib
-from importlib.util import find_spec
-from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
-from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
+from auditor.containers.damage import DamagedError, LimitError
 
 MAX_WINDOW_BYTES = 128 << 20
 """Of history that a frame may ask for; zstd's own readers refuse more unless told otherwise."""
@@ -38,14 +36,13 @@ class ZstdStream:
     """The content of one frame, in order."""
 
     def __init__(self, source: Source, read_bytes: int = 1 << 17) -> None:
-        """``read_bytes``: how many are taken from the source at once.
+        """``read_bytes``: how many are taken from the source at once."""
+        import zstandard
 
-        Raises:
-            UnsupportedError: zstd's library is not installed.
-        """
-        zstd = _library()
-        self._error = zstd.ZstdError
-        self._reader = zstd.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).stream_reader(source, read_bytes)
+        # Of a file it needs no more than reading; its stubs ask for all that a file can do.
+        decompressor: Any = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
+        self._error = zstandard.ZstdError
+        self._reader = decompressor.stream_reader(source, read_bytes)
 
     def read_into(self, buffer: memoryview) -> None:
         """Fill ``buffer`` with what comes next.
@@ -135,7 +132,6 @@ def unpack(content: bytes | memoryview, limit: int) -> bytes:
     Raises:
         DamagedError: the frame is broken.
         LimitError: it expands to more.
-        UnsupportedError: zstd's library is not installed.
     """
     return read_all(ZstdStream(Bytes(content)), limit)
 
@@ -150,16 +146,3 @@ def read_all(stream: ZstdStream, limit: int) -> bytes:
         if not left:
             raise LimitError(f"its zstd frame expands to more than {limit} bytes")
     return b"".join(blocks)
-
-
-def has_zstd() -> bool:
-    """Whether zstd's library is installed."""
-    return find_spec("zstandard") is not None
-
-
-def _library() -> ModuleType:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UnsupportedError("it is compressed by zstd, which needs: pip install 'ckpt-auditor[orbax]'") from error
-    return zstandard

@@ -14,14 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from auditor.containers.compression import has_zstd
 from auditor.containers.damage import DamagedError
 from auditor.containers.layers import MAX_WHOLE_BYTES, has_numcodecs
 from auditor.model.dtype import DType, Kind
 from auditor.model.encoding import BLOSC, CRC32C, GZIP, LZ4, PLAIN, SHARD, SWAPPED, ZSTD
 
 _COMPRESSORS = {"zstd": ZSTD, "gzip": GZIP, "zlib": GZIP, "blosc": BLOSC, "lz4": LZ4}
-NO_ZSTD = "codec zstd without its library (pip install 'ckpt-auditor[orbax]')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +124,6 @@ def _compressor(name: str, num_elements: int, dtype: DType | None) -> tuple[str,
 
 def _why_not(codec: str, num_bytes: int) -> str:
     """Why a chunk of so many bytes can't be read here; empty where it can."""
-    if codec == ZSTD:
-        return "" if has_zstd() else NO_ZSTD
     if codec not in (BLOSC, LZ4):
         return ""
     if not has_numcodecs():
