@@ -11,8 +11,8 @@ from auditor.comparison.calibration import Reruns
 from auditor.comparison.causes import Setting, causes_of, shared_causes
 from auditor.comparison.command import Choices
 from auditor.comparison.growing import growing
-from auditor.comparison.holding import Holding
-from auditor.comparison.judging import Bench, Contents
+from auditor.comparison.holding import Holding, Key
+from auditor.comparison.judging import Allowed, Bench, Contents
 from auditor.comparison.lockstep import Distance
 from auditor.comparison.matching import Matching, match, tied_to
 from auditor.comparison.one_set import one_set
@@ -133,6 +133,8 @@ class _UnderWay:
     """The newest step in which all weights were equal, and the optimizer steps counted by then."""
     before: Contents = field(default_factory=dict)
     """What the reference held in the step before."""
+    allowed: Mapping[Key, Allowed] = field(default_factory=dict)
+    """What rounding was allowed of weights by then."""
 
     def step(self, own: int, theirs: int) -> StepComparison:
         sketched = self.reference.is_ledger or self.candidate.is_ledger
@@ -146,12 +148,13 @@ class _UnderWay:
         )  # fmt: skip
         contents = self._contents(left)
         noise = self.reruns.thresholds(own, left)
-        bench = Bench(left, right, model, noise, {**self.before, **contents})
+        bench = Bench(left, right, model, noise, {**self.before, **contents}, self.allowed)
         rows, shared = self._judged(bench, pairing)
         self.before = {key: f"{text} of step {own}" for key, text in contents.items()}
         weights = [row for row in rows if row.pair.role in (Role.PARAMETER, Role.MASTER)]
         if weights and all(row.standing in PROVED for row in weights):
             self.anchor = own, counted_steps(left) or float(own)
+        self.allowed = {} if self.anchor and self.anchor[0] == own else {**self.allowed, **bench.allowed}
         quiet = bool(self.reruns.sides) and not noise
         return StepComparison(
             own, theirs, (left.path, right.path), (left.format, right.format), tuple(rows), num_steps,

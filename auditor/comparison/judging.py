@@ -33,6 +33,8 @@ EXACT = Threshold(0.0, "numbers of this dtype are equal, or they are others", "d
 
 Contents = dict[tuple[Role, str, tuple[int, ...], Lanes], str]
 """Role, dtype, shape and digest to what a tensor is called."""
+Allowed = tuple[float, float]
+"""Optimizer steps since both were equal, and the largest difference by rounding, as a length."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,10 @@ class Bench:
     """Calibrated thresholds."""
     contents: Contents = field(default_factory=dict)
     """What the reference holds, here and in the step before, to how it is called."""
+    before: Mapping[Key, Allowed] = field(default_factory=dict)
+    """What rounding was allowed of weights in the step before."""
+    allowed: dict[Key, Allowed] = field(default_factory=dict)
+    """And what it is allowed in this one; filled as pairs are judged."""
 
     def judge(self, pair: Pair) -> tuple[Compared, Distance | None]:
         """How a pair stands, and what was measured of it where it was."""
@@ -290,7 +296,9 @@ class Bench:
         motion = self.motion(pair)
         derived: Threshold | str = stored_twice(self.narrower(pair), amount.spread)
         if motion is not None:
-            derived = of_weight(self.model, self.narrower(pair), amount.length, amount.spread, motion)
+            derived = self._kept(
+                pair, amount, of_weight(self.model, self.narrower(pair), amount.length, amount.spread, motion)
+            )
         if known is None:
             return derived
         if isinstance(derived, str):
@@ -300,6 +308,18 @@ class Bench:
         how = known.how if known.relative > derived.relative else f"{derived.how}, by the noise of reruns"
         most = max(known.relative, derived.relative)
         return replace(known, relative=most, how=how, unrelated=derived.unrelated)
+
+    def _kept(self, pair: Pair, amount: Amount, found: Threshold | str) -> Threshold | str:
+        """The threshold of a weight, with what steps before allowed: gradients that were small then may not be now."""
+        if isinstance(found, str):
+            return found
+        key, steps = (pair.role, pair.name), max(1.0, self.model.num_steps)
+        then, far = self.before.get(key, (steps, 0.0))
+        since = far / amount.length + found.relative * max(0.0, steps - then) / steps
+        if since > found.relative:
+            found = replace(found, relative=since, how=f"{found.how}, and {far / amount.length:.3g} of step {then:g}")
+        self.allowed[key] = steps, found.relative * amount.length
+        return found
 
     def narrower(self, pair: Pair) -> DType:
         """Of both sides' dtypes the one with fewer bits behind the point."""

@@ -97,6 +97,8 @@ class Model:
     """The reference's own count of optimizer steps."""
     trained: bool = False
     """Whether both were seen equal in a step before."""
+    whole: bool = False
+    """Whether an update is made of whole matrices (Muon): what rounding does to one element reaches all."""
 
     def depth(self, name: str) -> int:
         """Layers that an error passes on its way back from the loss to this one, itself included."""
@@ -139,7 +141,7 @@ def model_of(
     return Model(
         DTYPES[compute] if compute else lowest, num_steps, layers, _levels(reference), num_terms,
         learning_rate or max(rates, default=None), _betas(reference), _epsilon(reference), masters,
-        counted_steps(reference) or num_steps, trained,
+        counted_steps(reference) or num_steps, trained, _whole(reference),
     )  # fmt: skip
 
 
@@ -154,6 +156,10 @@ def _betas(holding: Holding) -> tuple[float, float] | None:
         if isinstance(betas, tuple) and len(betas) == 2 and all(0 <= beta < 1 for beta in betas):
             return betas[0], betas[1]
     return None
+
+
+def _whole(holding: Holding) -> bool:
+    return any("muon" in group.optimizer or "ns_steps" in group.hyperparameters for group in holding.groups)
 
 
 def _epsilon(holding: Holding) -> float | None:
@@ -194,6 +200,10 @@ def of_moment(model: Model, pair: Pair, dtype: DType, shape: Sequence[int], size
     is far smaller than those around it is a difference of larger numbers (the bias of attention's keys is the plainest
     case: its gradient is zero but for rounding): its round-off is theirs.
     """
+    if model.whole and model.num_steps > 1:
+        return (
+            "updates are made of whole matrices: how far weights, and gradients after them, may be apart is not derived"
+        )
     share, text = model.gradient(pair.name, shape)
     if pair.role is Role.SECOND_MOMENT:
         share, text = 2 * share, f"2·{text}"

@@ -305,3 +305,45 @@ def test_a_bias_that_normalisation_takes_out_again(tmp_path, moved):
     assert {standings["conv.bias", role] for role in ("parameter", "first_moment")} == {Standing.UNDETERMINED}
     expected = Standing.UNDETERMINED if moved == 1 else Standing.BEYOND
     assert standings["norm.running_mean", "buffer"] is expected
+
+
+def test_what_an_earlier_step_allowed_stays_allowed(tmp_path):
+    """A gradient as small as its rounding led apart in step 1; in step 2 it is large, and the weights still differ."""
+    group = {"number": 0, "file": "zarr.json", "optimizer": "adamw", "hyperparameters": {"lr": 1e-3},
+             "parameters": ["layers.0.up"]}  # fmt: skip
+    for side in ("one", "two"):
+        drawn, own = np.random.default_rng(3), np.random.default_rng(len(side + side[0]) + ord(side[0]))
+        weights, gradient = drawn.normal(0, 0.1, (16, 16)), drawn.normal(0, 1e-2, (16, 16))
+        for step in range(3):
+            found = gradient * (1 + own.normal(0, 1e-7, gradient.shape))
+            if step == 1:
+                found[:, :4] = 1e-9
+                weights = weights - 1e-3 * np.sign(gradient)
+                weights[:4, :4] += 5e-4 if side == "two" else 0.0
+            moments = {"first_moment": 0.1 * found, "second_moment": 0.05 * found**2} if step else {}
+            tensors = {(role, "layers.0.up"): np.float32(v) for role, v in {"parameter": weights, **moments}.items()}
+            write_step(tmp_path / side, step, tensors, groups=[{**group, "step": step}])
+
+    def standing(**chosen):
+        rows = compared(tmp_path / "one", tmp_path / "two", **chosen).steps[-1].rows
+        return next(row.standing for row in rows if row.pair.role.value == "parameter")
+
+    assert standing() in (Standing.ROUNDING, Standing.UNDETERMINED)
+    assert standing(steps="0,2") is Standing.BEYOND
+
+
+@pytest.mark.parametrize("recorded", [{"ns_steps": 5}, {}])
+def test_updates_of_whole_matrices_are_not_derived(tmp_path, recorded):
+    """Muon's update of one element is made of all others: after a first step no bound on gradients holds."""
+    group = {"number": 0, "file": "zarr.json", "optimizer": "", "step": 5, "parameters": list(SHAPES),
+             "hyperparameters": {"lr": 1e-2, "momentum": 0.95, **recorded}}  # fmt: skip
+    moments = {name: GENERATOR.normal(0, 1e-3, shape) for name, shape in SHAPES.items()}
+    sides = [
+        write_step(tmp_path / str(number), 5, {
+            **{("parameter", name): np.float32(values) for name, values in found.items()},
+            **{("moment", name): np.float32(values) for name, values in nearby(moments, number * 1e-6).items()},
+        }, groups=[group])
+        for number, found in enumerate((WEIGHTS, nearby(WEIGHTS, 1e-4)))
+    ]  # fmt: skip
+    standings = {row.standing for row in compared(*sides).steps[0].rows if row.pair.role.value == "moment"}
+    assert standings == {Standing.UNDETERMINED if recorded else Standing.BEYOND}
