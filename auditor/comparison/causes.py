@@ -175,7 +175,9 @@ def _places(gradients: Sequence[Compared], moments: Sequence[Compared]) -> Itera
     elif sum(COARSENED in row.detail for row in gradients) > len(gradients) / 2:
         yield LikelyCause("gradients were summed, or kept, in bfloat16 where the reference's were not", _GRADIENT)
     elif len(names) > MOST * len(moments):
-        modules = dict.fromkeys(module_of(row.pair.name) for row in sorted(gradients, key=_margin, reverse=True))
+        modules = dict.fromkeys(
+            module_of(row.pair.name) or row.pair.name for row in sorted(gradients, key=_margin, reverse=True)
+        )
         yield LikelyCause(
             "nearly all gradients differ: an error of the forward pass, or of the loss, reaches them all; farthest "
             f"beyond rounding are {', '.join(list(modules)[:3])}", OWN,

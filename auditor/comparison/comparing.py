@@ -178,6 +178,7 @@ class _UnderWay:
             if self.anchor is not None:
                 row = bench.coarse(bench.replayed(row))
             rows.append(_tied(row, left, right, pairing))
+        rows = _like_twins(rows, left, right)
         factor = common_factor([*measures.values()])
         rows = self._settled(
             bench, following(with_factor(rows, factor)), {at: apart for at, (_, apart) in measures.items()}
@@ -229,6 +230,28 @@ def _tied(row: Compared, left: Holding, right: Holding, pairing: Matching) -> Co
     if same is None:
         return row
     return replace(row, standing=Standing.EQUAL, detail=f"tied: the same numbers as {same.name}, stored there alone")
+
+
+def _like_twins(rows: list[Compared], left: Holding, right: Holding) -> list[Compared]:
+    """The rows, with what is stored under two names on both sides judged by the one that has optimizer state."""
+    known = {
+        row.pair.reference: row
+        for row in rows
+        if row.amount and row.standing is not Standing.UNDETERMINED and row.pair.role is Role.PARAMETER
+    }
+    named = {row.pair.name: row for row in known.values()}
+    found = []
+    for row in rows:
+        own, theirs = row.pair.reference, row.pair.candidate
+        if row.amount and row.standing is Standing.UNDETERMINED and own is not None and theirs is not None:
+            same = tied_to(left, own, [number for number in known if number is not None])
+            other = named.get(same.name) if same is not None else None
+            alike = other is not None and other.pair.candidate is not None
+            if alike and other and tied_to(right, theirs, [other.pair.candidate or 0]) is not None:
+                detail = f"tied: as {other.pair.name}"
+                row = replace(row, standing=other.standing, threshold=other.threshold, detail=detail)
+        found.append(row)
+    return found
 
 
 def _notes(pairing: Matching) -> tuple[str, ...]:

@@ -347,3 +347,22 @@ def test_updates_of_whole_matrices_are_not_derived(tmp_path, recorded):
     ]  # fmt: skip
     standings = {row.standing for row in compared(*sides).steps[0].rows if row.pair.role.value == "moment"}
     assert standings == {Standing.UNDETERMINED if recorded else Standing.BEYOND}
+
+
+def test_a_tied_head_stands_as_the_embedding_does(tmp_path):
+    """Stored under both names on both sides, it has no optimizer state of its own."""
+    for side, noise in (("one", 0.0), ("two", 1e-7)):
+        drawn = np.random.default_rng(8)
+        w, g = drawn.normal(0, 0.1, (16, 16)), drawn.normal(0, 1e-2, (16, 16))
+        w, g = w + noise * drawn.normal(0, 0.1, w.shape), g * (1 + noise * drawn.normal(0, 1, g.shape))
+        tensors = {("parameter", "embed.weight"): w, ("parameter", "lm_head.weight"): w,
+                   ("first_moment", "embed.weight"): 0.1 * g, ("second_moment", "embed.weight"): g**2}  # fmt: skip
+        group = {"number": 0, "file": "zarr.json", "optimizer": "adamw", "step": 1, "hyperparameters": {"lr": 1e-3},
+                 "parameters": ["embed.weight"]}  # fmt: skip
+        for step in range(2):
+            kept = {key: 0 * v + 0.5 if step == 0 else v for key, v in tensors.items() if step or key[0] == "parameter"}
+            write_step(tmp_path / side, step, {k: np.float32(v) for k, v in kept.items()}, groups=[group])
+    rows = {row.pair.name: row for row in compared(tmp_path / "one", tmp_path / "two").steps[-1].rows
+            if row.pair.role.value == "parameter"}  # fmt: skip
+    assert {row.standing for row in rows.values()} == {Standing.ROUNDING}
+    assert rows["lm_head.weight"].detail == "tied: as embed.weight"
