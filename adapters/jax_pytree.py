@@ -63,7 +63,7 @@ class JaxPytree:
             return Match(step, f"a {DEFINITION}; its step is the folder's number")
         recorded = _Reading(store, folder).recorded_step()
         told = "nothing tells a step" if recorded is None else f"it records step {recorded}"
-        return Match(recorded or 0, f"a {DEFINITION}; {told}")
+        return Match(recorded or 0, f"a {DEFINITION}; {told}", apart=recorded is None)
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """None: the largest number counts."""

@@ -148,7 +148,8 @@ class StateFiles:
             told = int(number) if folder.alone else None
             return Match(int(number), f"{reason}; its step is the number in its name", numbered=told)
         step = placing.recorded_step()
-        return Match(step or 0, f"{reason}; " + ("nothing tells a step" if step is None else f"it records step {step}"))
+        says = "nothing tells a step" if step is None else f"it records step {step}"
+        return Match(step or 0, f"{reason}; {says}", apart=step is None and not folder.alone)
 
     def _number_of(self, store: Store, folder: Folder) -> str:
         """The number in a folder's name. That of the root may be the name of a run (``try3``)."""

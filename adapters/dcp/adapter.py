@@ -18,11 +18,14 @@ from auditor.adapters.dcp.safetensors import ShardReading, shard_files
 from auditor.adapters.dcp.sources import open_index
 from auditor.adapters.hugging_face.files import open_json
 from auditor.adapters.step_file import StepFile
+from auditor.adapters.step_names import step_name
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Entry, Store
 
 MAX_INDEX_BYTES = 16 << 20
 """An index that is read only to find a step in it is not longer: about a second."""
+_WITHIN, _NOTHING = "there is a step in the folder's name", "nothing tells a step"
+_APART = (_WITHIN, _NOTHING)
 _MEGATRON = {"metadata.json", "common.pt"}
 
 
@@ -49,7 +52,9 @@ class TorchDcp:
             return Match(step, f"{len(shards)} files shard-<rank>-model-….safetensors; {reason}", named)
         num_files = sum(len(part.data) for part in parts)
         index = ", ".join(part.metadata[0] for part in parts)
-        return Match(step, f"{num_files} data files, {index} says what they hold; {reason}", named)
+        return Match(
+            step, f"{num_files} data files, {index} says what they hold; {reason}", named, apart=reason in _APART
+        )
 
     def _step(self, store: Store, folder: Folder, parts: Sequence[Part]) -> tuple[int, str, int | None]:
         """The step, where it is from, and what a folder that the Trainer named says beside what is recorded."""
@@ -66,7 +71,9 @@ class TorchDcp:
             return step, f"step {step} was saved with it", None
         if number is not None:
             return number, "its step is the folder's number", None
-        return 0, "nothing tells a step", None
+        if within := step_name(folder_name(store, folder), strict=True):
+            return within.number, _WITHIN, None
+        return 0, _NOTHING, None
 
     def _recorded(self, store: Store, parts: Sequence[Part]) -> int | None:
         """A step that the training script saved with the model: read where the folder's name tells none for certain."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.orbax.catalog import OrbaxReading
 from auditor.adapters.orbax.files import STEP_METADATA, finished_twin, is_inner, is_temporary, items_of, step_in
+from auditor.adapters.step_names import step_name
 from auditor.adapters.zarr_tree.files import files_below
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Entry, Store
@@ -31,18 +32,21 @@ class Orbax:
         items = items_of(store, folder)
         if not items:
             if STEP_METADATA in folder.files:
-                return Match(*self._step(store, folder, "no item in it holds arrays"))
+                return self._match(store, folder, "no item in it holds arrays")
             return Declined("it holds no _METADATA, no manifest.ocdbt and no folder with them")
         named = ", ".join(item.name for item in items if item.name)
-        return Match(*self._step(store, folder, f"items {named}" if named else "it is one item"))
+        return self._match(store, folder, f"items {named}" if named else "it is one item")
 
-    def _step(self, store: Store, folder: Folder, held: str) -> tuple[int, str]:
+    def _match(self, store: Store, folder: Folder, held: str) -> Match:
         name = folder_name(store, folder)
         state = ", unfinished" if is_temporary(name) else ""
         step = step_in(name)
-        if step is None:
-            return 0, f"{held}{state}; nothing tells a step"
-        return step, f"{held}{state}; its step is the folder's number"
+        if step is not None:
+            return Match(step, f"{held}{state}; its step is the folder's number")
+        within = step_name(name, strict=True)
+        if within is not None:
+            return Match(within.number, f"{held}{state}; there is a step in the folder's name", apart=True)
+        return Match(0, f"{held}{state}; nothing tells a step", apart=True)
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """Orbax writes none: it resumes from the largest finished number."""

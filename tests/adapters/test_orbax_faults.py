@@ -390,3 +390,16 @@ def test_an_array_of_another_shape_than_its_moments():
     del values["opt_state.1.0.nu.embed/7.0"]
     ids = found(audited(rewritten(objects, ITEM, values)))
     assert {*ids} & {"OPT001", "OPT002"}
+
+
+def test_folders_that_tell_no_step_are_compared_with_none():
+    """An earlier save under another name is no beginning of the run, nor is what has its number in its name."""
+    steps = objects_of(MANAGER)
+    copies = {f"{name}/{file[2:]}": data for name, step in (("best", 3), ("2.bak", 1))
+              for file, data in steps.items() if file.startswith(f"{step}/")}  # fmt: skip
+    runs = {run.path: run for run in audit(MemoryStore({**steps, **copies}), Settings(settle_seconds=0.0)).runs}
+    assert {path: [step.state.step for step in run.steps] for path, run in runs.items()} == {
+        "": [1, 2, 3], "best": [0], "2.bak": [2],
+    }  # fmt: skip
+    assert not any(run.findings for run in runs.values())
+    assert [run.nested for run in runs.values()] == [False, True, True]
