@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from auditor.model.finding import Finding, Judgement, Severity
@@ -23,11 +23,28 @@ ABOUT_THE_RUN = ("INT003", "INT008", "INT016")
 def bad_steps(found: Sequence[Finding], fail_on: Severity) -> dict[int, Finding]:
     """Steps in which a finding at or above ``fail_on`` shows that is not accepted, with the first such finding."""
     bad: dict[int, Finding] = {}
+    for finding in _counting(found, fail_on):
+        for location in finding.locations:
+            bad.setdefault(location.step, finding)
+    return bad
+
+
+def _counting(found: Sequence[Finding], fail_on: Severity) -> Iterator[Finding]:
     for finding in found:
         if finding.severity >= fail_on and not finding.accepted and finding.id not in ABOUT_THE_RUN:
-            for location in finding.locations:
-                bad.setdefault(location.step, finding)
-    return bad
+            yield finding
+
+
+def _not_over(step: int, found: Sequence[Finding], fail_on: Severity) -> str:
+    """Which fault of an earlier step nothing was determined of since; empty where there is none.
+
+    What a tensor did since a bad save can't be told from that save: the fault may have stayed, or gone.
+    """
+    for finding in _counting(found, fail_on):
+        for interval in finding.intervals:
+            if interval.first_bad < step and (interval.healed is None or step < interval.healed):
+                return f"{finding.id} {finding.name} of step {interval.first_bad} is not known to be over"
+    return ""
 
 
 def last_good(
@@ -44,6 +61,7 @@ def last_good(
     newest_first = states[::-1]
     for state in sorted(newest_first, key=_preference):
         reason = _why_not(state, steps.get(state.step), bad.get(state.step), serious, fail_on, strict=strict)
+        reason = reason or _not_over(state.step, found, fail_on)
         if not reason:
             return state, rejected
         rejected.append((state.step, reason))

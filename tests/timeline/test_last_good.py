@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from auditor.model.finding import Finding, Judgement, Location, Severity, Violation
+from auditor.model.finding import Finding, Interval, Judgement, Location, Severity, Violation
 from auditor.model.run import Commit, StepState
 from auditor.timeline.last_good import bad_steps, last_good
 
@@ -36,6 +38,15 @@ def test_findings_in_newer_steps_make_an_older_one_the_last_good():
 
 def test_a_healed_fault_leaves_the_newest_step_good():
     assert chosen({1: ALL_HOLD, 2: ALL_HOLD, 3: ALL_HOLD}, finding(2)) == 3
+
+
+@pytest.mark.parametrize(("healed", "good"), [(None, 1), (4, 4), (3, 4)])
+def test_steps_since_a_fault_of_which_nothing_was_determined_are_not_good(healed, good):
+    """A tensor that stood still at step 2 can't be judged at step 3: the save before is a bad one."""
+    still = replace(finding(2), intervals=(Interval(1, 2, 2, healed),))
+    assert chosen({1: ALL_HOLD, 2: ALL_HOLD, 3: ALL_HOLD, 4: ALL_HOLD}, still) == good
+    if healed == 4:
+        assert chosen({1: ALL_HOLD, 2: ALL_HOLD, 3: ALL_HOLD}, still) == 1
 
 
 def test_findings_below_the_threshold_and_waived_ones_do_not_count():
