@@ -28,6 +28,9 @@ SAYS_NOTHING = 0.5
 """A threshold above so much of what tensors that have nothing to do with each other would show tells nothing."""
 IN_COMMON = 1.2
 """Times their spread by which weights differ that have nothing in common: √2, where both spread alike."""
+KERNEL_DIMS = 4
+"""Of a convolution over images; matrices of experts and of stacked layers have three."""
+UNSHOWN = "a convolution's sums run over pixels, which show in no shape: --tokens states images times pixels"
 ACCUMULATOR = "float32"
 """In which matrix products are summed, whatever the dtype of their factors."""
 
@@ -99,6 +102,8 @@ class Model:
     """Whether both were seen equal in a step before."""
     whole: bool = False
     """Whether an update is made of whole matrices (Muon): what rounding does to one element reaches all."""
+    unshown: bool = False
+    """Whether sums run over pixels, of which there may be any number, and ``num_terms`` is not stated."""
 
     def depth(self, name: str) -> int:
         """Layers that an error passes on its way back from the loss to this one, itself included."""
@@ -141,7 +146,7 @@ def model_of(
     return Model(
         DTYPES[compute] if compute else lowest, num_steps, layers, _levels(reference), num_terms,
         learning_rate or max(rates, default=None), _betas(reference), _epsilon(reference), masters,
-        counted_steps(reference) or num_steps, trained, _whole(reference),
+        counted_steps(reference) or num_steps, trained, _whole(reference), not num_terms and _convolves(reference),
     )  # fmt: skip
 
 
@@ -160,6 +165,12 @@ def _betas(holding: Holding) -> tuple[float, float] | None:
 
 def _whole(holding: Holding) -> bool:
     return any("muon" in group.optimizer or "ns_steps" in group.hyperparameters for group in holding.groups)
+
+
+def _convolves(holding: Holding) -> bool:
+    """Whether most matrices are kernels of convolutions. A transformer may have one, for its patches."""
+    dims = [len(tensor.shape) for tensor in holding.tensors if tensor.role is Role.PARAMETER and len(tensor.shape) > 1]
+    return 2 * sum(count >= KERNEL_DIMS for count in dims) > len(dims)
 
 
 def _epsilon(holding: Holding) -> float | None:
@@ -200,6 +211,8 @@ def of_moment(model: Model, pair: Pair, dtype: DType, shape: Sequence[int], size
     is far smaller than those around it is a difference of larger numbers (the bias of attention's keys is the plainest
     case: its gradient is zero but for rounding): its round-off is theirs.
     """
+    if model.unshown:
+        return UNSHOWN
     if model.whole and model.num_steps > 1:
         return (
             "updates are made of whole matrices: how far weights, and gradients after them, may be apart is not derived"
@@ -250,6 +263,8 @@ def of_weight(model: Model, dtype: DType, size: float, spread: float, motion: Mo
         return "the reference is zero"
     if model.learning_rate is None:
         return "no learning rate is recorded, so it is not known how far a step leads apart: --learning-rate states it"
+    if model.unshown:
+        return UNSHOWN
     steps = max(1.0, model.num_steps)
     apart = steps * model.learning_rate * motion.apart / size
     walked = math.sqrt(steps) * model.learning_rate * motion.moved / size

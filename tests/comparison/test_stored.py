@@ -301,7 +301,8 @@ def test_a_bias_that_normalisation_takes_out_again(tmp_path, moved):
         group = {"number": 0, "file": "zarr.json", "optimizer": "adamw", "step": 1, "hyperparameters": {"lr": 1e-3},
                  "parameters": ["conv.weight", "conv.bias"]}  # fmt: skip
         sides.append(write_step(tmp_path / side, 1, {k: np.float32(v) for k, v in tensors.items()}, groups=[group]))
-    standings = {(row.pair.name, row.pair.role.value): row.standing for row in compared(*sides).steps[0].rows}
+    rows = compared(*sides, tokens=4096).steps[0].rows
+    standings = {(row.pair.name, row.pair.role.value): row.standing for row in rows}
     assert {standings["conv.bias", role] for role in ("parameter", "first_moment")} == {Standing.UNDETERMINED}
     expected = Standing.UNDETERMINED if moved == 1 else Standing.BEYOND
     assert standings["norm.running_mean", "buffer"] is expected
@@ -366,3 +367,16 @@ def test_a_tied_head_stands_as_the_embedding_does(tmp_path):
             if row.pair.role.value == "parameter"}  # fmt: skip
     assert {row.standing for row in rows.values()} == {Standing.ROUNDING}
     assert rows["lm_head.weight"].detail == "tied: as embed.weight"
+
+
+@pytest.mark.parametrize(("tokens", "standing"), [(0, Standing.UNDETERMINED), (4096, Standing.ROUNDING)])
+def test_sums_over_pixels_show_in_no_shape(tmp_path, tokens, standing):
+    values = GENERATOR.normal(0, 0.1, (8, 4, 3, 3))
+    noisy = values * (1 + GENERATOR.normal(0, 1e-7, values.shape))
+    sides = []
+    for name, moment in (("one", values), ("other", noisy)):
+        of_role = {("parameter", "conv.weight"): values, ("first_moment", "conv.weight"): moment}
+        sides.append(write_step(tmp_path / name, 1, {key: np.float32(found) for key, found in of_role.items()}))
+    (row,) = [row for row in compared(*sides, tokens=tokens).steps[0].rows if row.pair.role.value == "first_moment"]
+    assert row.standing is standing, row
+    assert ("--tokens" in row.detail) is (standing is Standing.UNDETERMINED)
