@@ -73,7 +73,8 @@ def test_one_digest_a_tensor_in_jax(path, expected):
 def test_one_digest_a_tensor_in_torch_under_a_map(layout, expected):
     ours = LocalStore(SAME / layout)
     seen = mapped(catalog_of(ours), name_map(MAP))
-    found = digests(ours, seen)
+    # What is stored in parts beside the whole is a tensor of its own.
+    found = {name: held for name, held in digests(ours, seen).items() if not name.endswith("@sharded")}
     assert found == expected
     assert len(found) == 6
     assert not collisions(seen)
