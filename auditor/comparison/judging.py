@@ -230,10 +230,10 @@ class Bench:
         if row.standing in DIFFERENT or known > margin:
             return row
         amount = replace(row.amount, relative=left.relative)
-        detail = "its own moments do not lead there from the weights that both sides had"
-        return replace(
-            row, standing=standing, amount=amount, threshold=left.threshold, detail=_joined(row.detail, detail)
-        )
+        # Why nothing could be told of it before is no longer so.
+        kept = "; ".join(part for part in row.detail.split("; ") if VAGUE not in part)
+        detail = _joined(kept, "its own moments do not lead there from the weights that both sides had")
+        return replace(row, standing=standing, amount=amount, threshold=left.threshold, detail=detail)
 
     @staticmethod
     def _explained(row: Compared, left: Left) -> Compared:
