@@ -143,10 +143,9 @@ class StepAudit:
             return StepReport(begun.state, Level.NAMES, {}, {}, mesh=full.mesh)
         if full.mesh is not NO_MESH:
             report.mesh = full.mesh
-        folder = source.folder
         observations = self.observations(begun, begun.asked)
         state = with_content(begun.state, catalog, observations)
-        where = folder_of(self.store.location, folder.path)
+        where = folder_of(self.store.location, source.folder.path)
         changed = tuple(
             sorted({*observations.changed, *(f.name for f in catalog.files if f.state is FileState.CHANGED)})
         )
@@ -155,7 +154,7 @@ class StepAudit:
         report.coverage.add(full, catalog, observations)
         named = source.match.named_step
         witness = (
-            witness_of(self.store, folder.path, full.step, self.listing.modified(source))
+            witness_of(self.store, source.folder.path, full.step, self.listing.modified(source))
             if level >= Level.REPLICAS
             else None
         )

@@ -91,8 +91,7 @@ def one_set(rows: Sequence[Compared], left: Holding, model: Model) -> OneSet | N
     """Whether both sides hold one set.
 
     Counted are moments, where both sides have any, for weights may be frozen; else weights, also such as were rounded
-    once. Zeros (experts that no
-    token chose) count on no side.
+    once. Zeros (experts that no token chose) count on no side.
     """
     has_state = any(row.pair.role in MOMENTS and _both(row.pair) for row in rows)
     # A kernel that adds up in no fixed order leaves all but its own gradient equal for one step, and none after two.

@@ -1,16 +1,13 @@
 """Ranks that die or come late in a real job: nobody waits for them, and what they held is told to be unknown."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from auditor.audit import audit
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
-from tests.paths import ROOT
+from tests.hooks.running import run_job
 
 pytest.importorskip("torch")
 
@@ -18,12 +15,8 @@ pytest.importorskip("torch")
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("job")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.hooks.dying_job", str(folder)], cwd=ROOT, capture_output=True,
-        text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == [0, -9, 0, -9], done.stderr[-3000:]
+    printed, errors = run_job("dying_job", folder)
+    assert json.loads(printed) == [0, -9, 0, -9], errors[-3000:]
     return folder
 
 

@@ -1,15 +1,11 @@
 """Real ranks save through the hook: what is found is what was done to them."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from auditor.audit import audit
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
-from tests.paths import ROOT
+from tests.hooks.running import run_job
 
 pytest.importorskip("torch")
 
@@ -18,11 +14,7 @@ pytest.importorskip("torch")
 def job(tmp_path_factory):
     """The folder in which four ranks have saved everything once."""
     folder = tmp_path_factory.mktemp("job")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.hooks.torch_job", str(folder)], cwd=ROOT, capture_output=True,
-        text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_job("torch_job", folder)
     return folder
 
 
