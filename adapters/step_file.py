@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar
 
 from auditor.adapters.adapter import Folder
+from auditor.adapters.pickled_module import with_state_dicts
 from auditor.containers.damage import DamagedError, UnsupportedError
 from auditor.containers.torch_zip import RecordBudget, TorchFile, read_torch_file
 from auditor.model.catalog import File, FileState
@@ -94,7 +95,12 @@ class StepFile(Opened[TorchFile]):
     @classmethod
     def read(cls, store: Store, folder: Folder, name: str, budget: RecordBudget | None = None) -> Self:
         """Read the file's directory and pickle. ``budget``: shared by the files whose records are kept together."""
-        return cls.open(store, folder, name, lambda handle: read_torch_file(handle, budget))
+
+        def read(handle: Handle) -> TorchFile:
+            found = read_torch_file(handle, budget)
+            return replace(found, tree=with_state_dicts(found.tree))
+
+        return cls.open(store, folder, name, read)
 
     @property
     def tree(self) -> Mapping[Any, Any]:

@@ -5,10 +5,10 @@
     step_10/checkpoint.pt, step_20/checkpoint.pt   a folder a step, with one file that holds a model
     last.ckpt, model_best.pt                       files by themselves, without a number
 
-Each holds a model's state dict (under ``model``, ``state_dict``, ``net`` and the like, or the whole file is one) and
-perhaps an optimizer's in torch's integer-keyed form. Files that hold no model (tokenizers, arguments, data) are no
-steps; files whose names number ranks or parts of one save neither. Which tensor is what is told as for a rank's file
-(:mod:`auditor.adapters.torch_per_rank`); what is replicated over ranks is stored once.
+Each holds a model's state dict, or the pickled module itself (under ``model``, ``state_dict``, ``net`` and the like, or
+as the whole file), and perhaps an optimizer's in torch's integer-keyed form. Files that hold no model (tokenizers,
+arguments, data) are no steps; files whose names number ranks or parts of one save neither. Which tensor is what is told
+as for a rank's file (:mod:`auditor.adapters.torch_per_rank`); what is replicated over ranks is stored once.
 
 A step is numbered as the file records it; the number in the name counts where most of a run's files record what their
 names tell (:class:`~auditor.adapters.adapter.Match`).
@@ -28,6 +28,7 @@ from auditor.adapters.step_file import StepFile
 from auditor.adapters.step_names import FOREIGN, TORCH_SUFFIXES, StepName, is_likely, is_part, step_name
 from auditor.adapters.torch_per_rank.catalog import PerRankReading
 from auditor.adapters.torch_per_rank.files import NAME, STEPS, Series, holds_model, rank_state, recorded
+from auditor.containers.torch_zip import SCRIPT
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Entry, Store, base_name
 
@@ -65,6 +66,8 @@ class TorchFiles:
         if NAME.fullmatch(name):
             return Declined("its name is that of one rank's file")
         file, called = StepFile.read(store, folder, name), name or base_name(folder.path)
+        if file.content and file.content.container == SCRIPT:
+            return Declined(f"{called} is a TorchScript program (torch.jit.save), which no training goes on from", 0.2)
         if file.content and not rank_state(file).found:
             return Declined(f"{called} holds no model's state dict", 0.2)
         # In a folder, step_files has told that it is one.

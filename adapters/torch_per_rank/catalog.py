@@ -157,7 +157,7 @@ class PerRankReading:
         state = self.states[rank]
         copies = {
             (Role.EMA, self._name(path.partition(".")[2]), path): tensor
-            for path, tensor in averages(self.files[rank], state.reader).items()
+            for path, tensor in averages(self.files[rank], state).items()
         }
         own = {
             (Role.BUFFER if is_buffer(key, tensor) else Role.PARAMETER, self._name(key), f"{state.path}{key}"): tensor

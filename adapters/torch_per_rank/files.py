@@ -151,7 +151,9 @@ def _has_form_of_optimizer(value: object) -> bool:
 
 
 def _model(file: StepFile, reader: PartReader) -> RankState:
-    for key in (_LIVE, *_MODELS):
+    # Of a finished training some keep the average alone, and None for the model.
+    averages_alone = any(file.tree.get(key, "") is None for key in _MODELS)
+    for key in (_LIVE, *_MODELS, *(AVERAGES if averages_alone else ())):
         inside = file.tree.get(key)
         if isinstance(inside, dict) and (state := _state_dict(inside, f"{key}.", reader)).found:
             return state
@@ -192,14 +194,14 @@ def _with_flat_state(state: IndexedState, parameters: Sequence[StoredTensor]) ->
     return replace(state, tensors=tensors)
 
 
-def averages(file: StepFile, reader: PartReader) -> dict[str, StoredTensor]:
+def averages(file: StepFile, state: RankState) -> dict[str, StoredTensor]:
     """Moving averages of the model's weights, by their path in the file."""
     found: dict[str, StoredTensor] = {}
     for key in (*AVERAGES, *(("state_dict",) if isinstance(file.tree.get(_LIVE), dict) else ())):
         inside = file.tree.get(key)
-        if isinstance(inside, dict):
-            state = _state_dict(inside, f"{key}.", reader)
-            found |= {f"{key}.{name}": tensor for name, tensor in state.model.items()}
+        if isinstance(inside, dict) and state.path != f"{key}.":
+            average = _state_dict(inside, f"{key}.", state.reader)
+            found |= {f"{key}.{name}": tensor for name, tensor in average.model.items()}
     return found
 
 

@@ -27,7 +27,7 @@ from auditor.containers.pickle_machine import (
 from auditor.containers.torch_legacy import MAGIC, ROOT, Pickles, collect
 from auditor.containers.torch_plain import plain_tensor
 from auditor.containers.zip_beginning import members_from
-from auditor.containers.zip_directory import Member, read_directory
+from auditor.containers.zip_directory import CompressedError, Member, read_directory
 from auditor.model.dtype import DTYPES, DType
 from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
 
@@ -38,6 +38,9 @@ unbounded reading time."""
 
 SMALL = 1 << 20
 """Bytes of memory that the records of one file of a large run take at most."""
+
+SCRIPT = "torchscript"
+"""The ``container`` of a TorchScript archive: for use, not for training on; nothing in it is read."""
 
 _STORAGES = {
     "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -145,6 +148,10 @@ def read_torch_file(handle: Handle, budget: RecordBudget | None = None, limits: 
     """
     try:
         members = read_directory(handle)
+    except CompressedError:
+        if _is_script(handle):
+            return TorchFile(handle.entry, "", None, {}, SCRIPT)
+        raise
     except DamagedError:
         if _is_legacy(handle):
             return _read_legacy(handle, budget, limits)
@@ -213,6 +220,11 @@ def _load(tensors: _Tensors, data: bytes, budget: RecordBudget | None, limits: L
     return tree, dict(machine.opaque)
 
 
+def _is_script(handle: Handle) -> bool:
+    """Whether a file is a program with its constants, of which ``torch.jit.save`` compresses the source."""
+    return any("/code/__torch__" in name for name in read_directory(handle, deflated=True))
+
+
 def _is_legacy(handle: Handle) -> bool:
     """Whether a file begins with the magic number of the form before torch 1.6."""
     if handle.entry.num_bytes < len(MAGIC):
@@ -273,6 +285,8 @@ class _Tensors:
         return made if isinstance(made, StoredTensor) else None
 
     def storage(self, persistent_id: object) -> object:
+        if isinstance(persistent_id, tuple) and persistent_id[:1] == ("module",) and len(persistent_id) == 4:
+            return persistent_id[1]  # The older form adds to a module's class its source.
         if not (isinstance(persistent_id, tuple) and len(persistent_id) >= 5 and persistent_id[0] == "storage"):
             raise ValueError("a persistent id that is no storage")
         _, kind, key, _, count = persistent_id[:5]
