@@ -392,8 +392,8 @@ def test_a_real_kill(source, target):
     for step in (30, 40):
         shutil.copytree(HEALTHY / f"global_step{step}", source / f"global_step{step}")
     process = subprocess.Popen([sys.executable, "-m", "auditor.cli", "export", source, target], stderr=subprocess.PIPE)
-    process.stderr.readline()
-    time.sleep(0.05)
+    while process.poll() is None and len([*target.rglob("*")]) < 10:
+        time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     before = stamps(target)
