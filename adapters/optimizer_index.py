@@ -13,16 +13,23 @@ are usual:
 - *decayed first*: dealt out so to exactly these two groups in this order, which both may have a weight decay of 0.
   Source: transformers ``trainer.py`` (``create_optimizer``).
 
+Any of them may have been handed over without the frozen parameters. Shapes of the moments then tell which those are,
+where they differ: numbers go on in the model's order, so that the first place that a parameter can have and the last
+are found by walking through the model from either end. Where the two are one it is that parameter; the others (some of
+several equal layers are frozen) stay without a name.
+
 Since torch 2.6 an optimizer that was handed ``named_parameters()`` records the names, as ``param_names`` of each group.
 What FSDP gathers (``optim_state_dict``) has names in the place of numbers: in groups, and as keys of the state.
 
 Nothing is guessed: an order counts only if every group has as many parameters as it says and every stored moment has
-its parameter's shape, and names are attached only if all orders that fit agree. Where none fits, one under which most
+its parameter's shape, and names are attached only if all orders that fit agree (without frozen parameters: as far as
+they do). Where none fits, one under which most
 moments do is taken if no other order could make the rest fit: then it is the state that is damaged.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
@@ -85,11 +92,12 @@ class IndexedState:
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """Parameter numbers to names; without names, the reason."""
+    """Parameter numbers to names."""
 
     names: Mapping[int, str]
     order: Order = ()
     reason: str = ""
+    """Why numbers have no name, where some have none that should."""
 
 
 def indexed_state(value: object) -> IndexedState | None:
@@ -212,6 +220,44 @@ def decayed_first(shapes: Shapes, state: IndexedState) -> Order | None:
     return order if tuple(map(len, order)) == tuple(map(len, state.numbers)) else None
 
 
+def without_frozen(shapes: Shapes, state: IndexedState) -> tuple[Order, ...]:
+    """The usual orders less parameters that were not handed over: of each the first and the last that shapes allow.
+
+    None where as many were handed over as the model has, or no moments are stored to tell them by.
+    """
+    if sum(map(len, state.numbers)) >= len(shapes) or not state.tensors:
+        return ()
+    ways = [_walked([*shapes], [n for numbers in state.numbers for n in numbers], shapes, state)]
+    decayed = [bool(group.get("wd_mult", group.get("weight_decay"))) for group in state.groups]
+    for flags in dict.fromkeys([(True, False), tuple(decayed)]) if len(decayed) == 2 else ():
+        if len(set(flags)) == 2:
+            dealt = [[name for name, shape in shapes.items() if undecayed(name, shape) is not flag] for flag in flags]
+            parts = [
+                _walked(names, numbers, shapes, state) for names, numbers in zip(dealt, state.numbers, strict=True)
+            ]
+            ways.append([[*first, *second] for first, second in zip(*parts, strict=True)] if all(parts) else [])
+    flat = list(dict.fromkeys(tuple(way) for both in ways for way in both))
+    cuts = [0]
+    for numbers in state.numbers:
+        cuts.append(cuts[-1] + len(numbers))
+    return tuple(tuple(way[low:high] for low, high in itertools.pairwise(cuts)) for way in flat)
+
+
+def _walked(names: Sequence[str], numbers: Sequence[int], shapes: Shapes, state: IndexedState) -> list[list[str]]:
+    """The first and the last of the ``names``, in their order, that the ``numbers`` can be; none if they can't be."""
+    found = []
+    for way in (1, -1):
+        rest = iter(names[::way])
+        chosen = [
+            next((name for name in rest if _misfit(state.tensors.get(n, {}), shapes[name]) is None), "")
+            for n in numbers[::way]
+        ]
+        if "" in chosen:
+            return []
+        found.append(chosen[::way])
+    return found
+
+
 def named(shapes: Shapes, state: IndexedState) -> Order | None:
     """The order that the groups record by name; None where they don't, or name what the model does not have."""
     order = []
@@ -224,13 +270,20 @@ def named(shapes: Shapes, state: IndexedState) -> Order | None:
     return tuple(order) if known and any(order) else None
 
 
-def attach(shapes: Shapes, state: IndexedState, orders: Sequence[Order | None]) -> Attached:
-    """Names for the numbers of ``state``, if exactly one of ``orders`` fits counts and shapes."""
+def attach(
+    shapes: Shapes, state: IndexedState, orders: Sequence[Order | None], frozen: Sequence[Order] = ()
+) -> Attached:  # fmt: skip
+    """Names for the numbers of ``state``, if exactly one of ``orders`` fits counts and shapes.
+
+    ``frozen``: where none does, those less what was not handed over (:func:`without_frozen`).
+    """
     recorded = named(shapes, state)
     if state.names and recorded is None:
         unknown = next((name for name in state.names.values() if name not in shapes), "")
         return Attached({}, (), f"the optimizer's state is kept by names, of which the model lacks {unknown}")
     known = [recorded] if recorded else [order for order in orders if order is not None]
+    if not known and frozen:
+        return _agreed(state, frozen)
     if not known:
         num_handed = sum(map(len, state.numbers))
         reason = f"the optimizer has {num_handed} parameters in {len(state.numbers)} groups; no known order of the "
@@ -245,6 +298,15 @@ def attach(shapes: Shapes, state: IndexedState, orders: Sequence[Order | None]) 
         return Attached({}, (), "the optimizer's state fits several orders of the model's parameters")
     order, names = next(iter(fitting.items()))
     return Attached(names, order)
+
+
+def _agreed(state: IndexedState, orders: Sequence[Order]) -> Attached:
+    """The names on which all orders agree."""
+    ways = [[name for names in order for name in names] for order in orders]
+    numbers = [number for of_group in state.numbers for number in of_group]
+    names = {number: way[0] for number, *way in zip(numbers, *ways, strict=True) if len(set(way)) == 1}
+    alike = "not all parameters were handed to the optimizer, and which of several of one shape it has is not recorded"
+    return Attached(names, orders[0], alike if len(names) < len(numbers) else "")
 
 
 def _numbered(state: IndexedState, order: Order) -> dict[int, str] | None:
@@ -295,5 +357,9 @@ def _damaged(shapes: Shapes, state: IndexedState, names: Mapping[int, str]) -> b
 
 
 def role_and_name(name: str, key: str) -> tuple[Role, str]:
-    """The role of what the optimizer keeps under ``key`` for parameter ``name``, and the tensor's name."""
+    """The role of what the optimizer keeps under ``key`` for parameter ``name``, and the tensor's name.
+
+    Where it isn't known which parameter it is, the place of its state (``optimizer.state.9``) is its name: what is kept
+    for one parameter belongs together all the same.
+    """
     return (ROLES[key], name) if key in ROLES else (Role.MOMENT, f"{name}.{key}")

@@ -164,7 +164,8 @@ class StepAudit:
         )
         judgements = self.judge(evidence, level, self.judged)
         items = self.reached(level, self.judged)
-        judgements |= self.succession.judge(evidence, items, begun.repeated, begun.asking)
+        for key, judged in self.succession.judge(evidence, items, begun.repeated, begun.asking).items():
+            judgements[key] = judgements[key].joined(judged) if key in judgements else judged
         # Whether a step is whole is asked of all its tensors, whatever was selected.
         whole = StepEvidence(full, observations if catalog is full else unobserved(full), named_step=named)
         wholeness = self.wholeness(whole, level, every_weight=level >= Level.VALUES and catalog is full)

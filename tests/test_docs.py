@@ -24,7 +24,8 @@ def test_every_invariant_is_documented_and_has_a_judge():
         assert item.family in FAMILIES
         assert re.fullmatch(r"[a-z]+(-[a-z]+)*", item.name), item.name
         judges = (item.judge_step, item.judge_run, item.judge_motion, item.judge_waivers)
-        assert sum(judge is not None for judge in judges) == 1, item.id
+        # A step may be judged by itself and by the save before it.
+        assert sum(judge is not None for judge in judges) - bool(item.judge_step and item.judge_motion) == 1, item.id
         for text in (item.statement, item.rationale, item.source, item.example, item.misses, item.hint):
             assert len(text) > 20, item.id
 

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from auditor.adapters.optimizer_index import ROLES, Attached, role_and_name
+from auditor.adapters.optimizer_index import Attached, role_and_name
 from auditor.model.catalog import Role
 from auditor.model.dtype import DType, Kind
 
@@ -133,7 +133,7 @@ class Names:
             return Role.OBJECT, key
         if kept is not None:
             known = self.parameter(kept.optimizer, kept.parameter)
-            return (ROLES.get(kept.entry, Role.MOMENT), key) if known is None else role_and_name(known, kept.entry)
+            return role_and_name(key.removesuffix(f".{kept.entry}") if known is None else known, kept.entry)
         name = self._in_model(key)
         if name is not None:
             counted = dtype is not None and dtype.kind not in (Kind.FLOAT, Kind.COMPLEX)

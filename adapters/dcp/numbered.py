@@ -12,7 +12,15 @@ from typing import Any
 from auditor.adapters.dcp.names import Names, is_number, optimizer_key
 from auditor.adapters.dcp.objects import gather_groups
 from auditor.adapters.dcp.sources import Source, every_key
-from auditor.adapters.optimizer_index import Attached, IndexedState, attach, consecutive, indexed_state, split_by_decay
+from auditor.adapters.optimizer_index import (
+    Attached,
+    IndexedState,
+    attach,
+    consecutive,
+    indexed_state,
+    split_by_decay,
+    without_frozen,
+)
 from auditor.containers.dcp_columns import Described
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.catalog import Role, c_strides
@@ -40,7 +48,9 @@ def attach_numbers(names: Names, sources: Sequence[Source]) -> None:
         shapes = _shapes(names, sources)
         orders = [split_by_decay(shapes, state), split_by_decay(shapes, state, _bias)] if state else []
         names.attached[optimizer] = (
-            attach(shapes, state, [consecutive(shapes, state), *orders]) if state else Attached({}, (), _UNREAD)
+            attach(shapes, state, [consecutive(shapes, state), *orders], without_frozen(shapes, state))
+            if state
+            else Attached({}, (), _UNREAD)
         )
 
 

@@ -89,12 +89,12 @@ def _scalar(name: str, value: float, source: Source, row: int, tensor: str = "")
 
 def _add_step(builder: CatalogBuilder, names: Names, source: Source, row: int, kept: OptimizerKey) -> None:
     value = float(source.contents.values[row])
-    name = names.parameter(kept.optimizer, kept.parameter) or f"{kept.optimizer}.state.{kept.parameter}.step"
+    name = names.parameter(kept.optimizer, kept.parameter) or f"{kept.optimizer}.state.{kept.parameter}"
     builder.scalars.append(_scalar("optimizer_step", value, source, row, name))
 
 
 def _members(names: Names, group: Group) -> tuple[str, ...] | None:
-    """The parameters that were handed to a group; None where not all of them are known."""
+    """The parameters that were handed to a group, as far as they are known; None where none is."""
     members = group.entries.get("params")
     if not isinstance(members, list) or not all(type(member) in (str, int) for member in members):
         return None
@@ -102,7 +102,7 @@ def _members(names: Names, group: Group) -> tuple[str, ...] | None:
     if any((type(member) is int) is not numbered for member in members):
         return None
     known = [names.parameter(group.optimizer, str(member)) for member in members]
-    return tuple(name for name in known if name is not None) if None not in known else None
+    return tuple(name for name in known if name is not None) or (None if known else ())
 
 
 def _groups(names: Names, source: Source, found: Mapping[tuple[str, str], Group]) -> Iterator[ParameterGroup]:

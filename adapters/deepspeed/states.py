@@ -120,7 +120,7 @@ class PlainStates:
     ) -> None:
         number, key = slot
         path = f"optimizer.{'state' if key else 'fp32_groups'}.{number}.{key}".rstrip(".")
-        role, called = role_and_name(name or path, key) if key else (Role.MASTER, name or path)
+        role, called = role_and_name(name or path.removesuffix(f".{key}"), key) if key else (Role.MASTER, name or path)
         if role is Role.COUNTER and tensor.num_elements != 1:
             role = Role.MOMENT
         file_id = self.builder.file_id(join(self.folder, file.name))

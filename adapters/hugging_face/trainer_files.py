@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from auditor.adapters.adapter import MAX_LOST, Folder
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.optimizer_index import (
-    ROLES,
     Attached,
     IndexedState,
+    Order,
     Shapes,
     attach,
     consecutive,
@@ -29,12 +29,13 @@ from auditor.adapters.optimizer_index import (
     is_count,
     role_and_name,
     split_by_decay,
+    without_frozen,
 )
 from auditor.adapters.optimizer_record import SavedOptimizer, record, record_loss_scale
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.stored_sums import content_number
 from auditor.containers.torch_zip import RecordBudget, StoredTensor
-from auditor.model.catalog import Problem, ProblemKind, Role, Scalar
+from auditor.model.catalog import Problem, ProblemKind, Scalar
 from auditor.model.mesh import EVERYWHERE, NO_MESH, Coordinate, Mesh
 from auditor.model.region import whole
 from auditor.storage.store import ObjectMissingError, Store, base_name, join
@@ -124,12 +125,13 @@ class TrainerFiles:
         names = _attached(state, listings)
         counted: dict[int, str] = {}
         for number, key, tensor in state.flat():
-            called = self._add_state(name, number, f"{state.key(number)}.{key}", tensor, names, listings)
+            place = f"{_place(name, state.key(number))}.{key}"
+            called = self._add_state(name, number, place, tensor, names, listings)
             if key == "step":
                 counted[number] = called
-        counted |= {number: names.names.get(number, f"state.{number}") for number in state.counts}
+        counted |= {number: names.names.get(number, _place(name, state.key(number))) for number in state.counts}
         groups = [
-            tuple(names.names[number] for number in numbers) if numbers and names.names.keys() >= set(numbers) else None
+            tuple(names.names[number] for number in numbers if number in names.names) or None
             for numbers in state.numbers
         ]
         record(self.builder, self.store, SavedOptimizer(self._path(name), EVERYWHERE, state, groups, counted))
@@ -137,20 +139,18 @@ class TrainerFiles:
     def _add_state(
         self, file: str, number: int, place: str, stored: StoredTensor, names: Attached, listings: Listings
     ) -> str:
-        """One tensor of the optimizer's, which the state has at ``place``; its name in the Catalog."""
-        path, key = f"{file.partition('.')[0]}.state.{place}", place.rpartition(".")[2]
-        role, called, reason, order = ROLES.get(key, Role.MOMENT), path, names.reason, _NAMELESS_ORDER
-        if number in names.names:
-            owner = names.names[number]
-            role, called = role_and_name(owner, key)
-            order = (listings.positions or {}).get(owner, _NAMELESS_ORDER)
+        """One tensor of the optimizer's, which is at ``place``; its name in the Catalog."""
+        at, _, key = place.rpartition(".")
+        owner, reason = names.names.get(number, at), "" if number in names.names else names.reason
+        role, called = role_and_name(owner, key)
+        order = (listings.positions or {}).get(owner, _NAMELESS_ORDER)
         tensor = self.builder.tensor(
             called, role, stored.dtype, stored.shape, order, stored_once=() if reason else self.stored_once,
             undetermined=reason,
         )  # fmt: skip
         self.builder.piece(
             tensor, self.builder.file_id(self._path(file)), stored.offset, whole(stored.shape), EVERYWHERE,
-            key=f"state.{place}", strides=stored.strides,
+            key=place.partition(".")[2], strides=stored.strides,
         )  # fmt: skip
         return called
 
@@ -215,6 +215,11 @@ class TrainerFiles:
         self.builder.problems.append(Problem(kind, self._path(name), message, coordinate, ignored=ignored))
 
 
+def _place(file: str, key: str) -> str:
+    """Where a file has a parameter's state: what it is called by where it isn't known which parameter it is."""
+    return f"{file.partition('.')[0]}.state.{key}"
+
+
 def record_schedule(builder: CatalogBuilder, path: str, file: StepFile) -> None:
     """Add how often the Trainer stepped its schedule, where it steps with the optimizer."""
     count = file.tree.get("last_epoch")
@@ -253,13 +258,15 @@ def has_trained_siblings(store: Store, folder: Folder) -> bool:
 
 def _attached(state: IndexedState, listings: Listings) -> Attached:
     """Names for the optimizer's numbers, or why there are none."""
-    orders = []
+    orders: list[Order | None] = []
+    frozen: list[Order] = []
     for shapes in listings.orders:
         trainers = decayed_first(shapes, state)
         # Two groups of these very sizes are the Trainer's; moments, where there are any, must fit it all the same.
         others = (consecutive, split_by_decay) if trainers is None or state.tensors else ()
         orders += [trainers, *(order(shapes, state) for order in others)]
-    found = attach(listings.shapes, state, orders)
+        frozen += without_frozen(shapes, state)
+    found = attach(listings.shapes, state, orders, frozen)
     if found.reason and not listings.orders:
         return Attached({}, (), listings.unknown)
     return found

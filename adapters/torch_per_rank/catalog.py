@@ -9,12 +9,12 @@ from dataclasses import replace
 from auditor.adapters.adapter import MAX_LOST, MAX_RANKS, Folder, Options
 from auditor.adapters.catalog_builder import CatalogBuilder
 from auditor.adapters.optimizer_index import (
-    ROLES,
     Attached,
     attach,
     consecutive,
     role_and_name,
     split_by_decay,
+    without_frozen,
 )
 from auditor.adapters.optimizer_record import SavedOptimizer, record, record_loss_scale
 from auditor.adapters.schedule_record import schedule_in
@@ -123,13 +123,11 @@ class PerRankReading:
         names = self._attached()
         for rank in self.states:
             for path, (number, key, tensor) in nameless[rank].items():
-                role = ROLES.get(key, Role.MOMENT)
-                if names.reason:
-                    self._add_alone(rank, (role, path, path), tensor, 1 << 40, names.reason)
-                elif number not in names.names:
-                    slots[rank][role, path, path] = tensor
+                known = names.names.get(number)
+                role, name = role_and_name(self._name(known) if known else path.removesuffix(f".{key}"), key)
+                if known is None and names.reason:
+                    self._add_alone(rank, (role, name, path), tensor, 1 << 40, names.reason)
                 else:
-                    role, name = role_and_name(self._name(names.names[number]), key)
                     slots[rank][role, name, path] = tensor
         self._add_tensors(slots)
         self._add_parts()
@@ -186,8 +184,8 @@ class PerRankReading:
             # Where parameters are cut, what every rank has whole may be a buffer.
             cut = {key: t.shape for key, t in state.parameters().items() if isinstance(t, DistributedTensor)}
             orders += [consecutive(cut, saved), split_by_decay(cut, saved)] if 0 < len(cut) < len(shapes) else []
-            own = attach(shapes, saved, orders)
-            if own.reason or (found and own.names != found.names):
+            own = attach(shapes, saved, orders, without_frozen(shapes, saved))
+            if (own.reason and not own.names) or (found and own.names != found.names):
                 why = own.reason or "rank files number their optimizer's parameters differently"
                 return Attached({}, (), f"{why}{self._why_lacking(rank)}")
             found = own
@@ -328,10 +326,7 @@ class PerRankReading:
             number: self.called.get((rank, f"{saved}.state.{state.key(number)}.step"), called.get(number, ""))
             for number in {*state.tensors, *state.counts}
         }
-        groups = [
-            tuple(called[number] for number in numbers) if called.keys() >= set(numbers) and called else None
-            for numbers in state.numbers
-        ]
+        groups = [tuple(called[number] for number in numbers if number in called) or None for numbers in state.numbers]
         kept = SavedOptimizer(path, coordinate, state, groups, counted, schedule=schedule_in(tree))
         record(self.builder, self.store, kept)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from auditor.invariants import stillness
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.neighbours import Key, Neighbours
+from auditor.invariants.optimizer_lost import MOVES_BY_ITSELF
 from auditor.invariants.optimizer_state import plain
 from auditor.invariants.related import Collected, of_row, of_tensor
 from auditor.invariants.stillness import Part, Stillness, file_name
@@ -35,12 +36,16 @@ def trained_tensors_move(neighbours: Neighbours) -> Judgement:
             found.unknown(neighbours.why_unseen(name), name)
         elif not seen.whole_still[name] or name in by_file:
             found.num_holds += 1
+        elif neighbours.kept.state and plain(name) not in neighbours.kept.state:
+            found.not_applicable["it rests, and the optimizer keeps nothing for it: it is frozen"] += 1
         elif name in must:
             found.violations.append(_unmoved(neighbours, key))
         else:
             reason = seen.why_unmoved(name)
             found.unknown(reason or "no parameter of its group moved: the learning rate may have been zero", name)
-    if not seen.carriers:
+    for reason, names in neighbours.kept.nameless.items():
+        found.undetermined.setdefault(reason, []).extend(dict.fromkeys(names))
+    if not seen.carriers and not found.undetermined:
         found.not_applicable[_NO_OPTIMIZER] += 1
     return found.judgement()
 
@@ -56,12 +61,6 @@ def _unmoved(neighbours: Neighbours, key: Key) -> Violation:
 
 # MOT002: what is frozen doesn't move
 
-_MOVES_BY_ITSELF = re.compile(
-    r"ema|averag|target|teacher|shadow|swa|momentum|running|slow|queue|codebook|stat|mean|var|count|scale|step"
-    r"|router|bias_correction|expert_bias|old|ref",
-    re.IGNORECASE,
-)
-"""Names of what moves without an optimizer: averages, targets, statistics."""
 _SEEN_STILL = 2
 """So many times at rest, and never moved, make a tensor frozen."""
 _ADAPTER = re.compile(r"lora_[AB]|lora_embedding|ia3_|adapter", re.IGNORECASE)
@@ -78,10 +77,12 @@ def frozen_tensors_rest(neighbours: Neighbours) -> Judgement:
         tensor = neighbours.after.catalog.tensors[number]
         if role is not Role.PARAMETER or plain(name) in neighbours.trained:
             continue
-        if tensor.dtype.kind is not Kind.FLOAT or plain(name) in tied or _MOVES_BY_ITSELF.search(name):
+        if tensor.dtype.kind is not Kind.FLOAT or plain(name) in tied or MOVES_BY_ITSELF.search(name):
             found.not_applicable["tied, or an average or statistic by its name"] += 1
         elif (role, name) not in neighbours.seen:
             found.unknown(neighbours.why_unseen(name), name)
+        elif neighbours.kept.nameless:
+            found.unknown(next(iter(neighbours.kept.nameless)), name)
         else:
             _judge_frozen(neighbours, found, (role, name), only_adapters)
     return found.judgement()

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from auditor.invariants import stillness
 from auditor.invariants.invariant import Invariant, Needs
-from auditor.invariants.motion_rates import DOES_NOT_APPLY, Recorded, motion_bound, recorded, why_set_otherwise
+from auditor.invariants.motion_joints import Asked, asked_of, joints
+from auditor.invariants.motion_rates import DOES_NOT_APPLY
 from auditor.invariants.neighbours import Neighbours
 from auditor.invariants.related import Collected, of_row
-from auditor.model.catalog import Role
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
-from auditor.model.joint import Joint, JointKind, JointResult
+from auditor.model.joint import JointKind, JointResult
 from auditor.model.region import num_between
 
 _FOREIGN = 0.1
@@ -25,123 +25,13 @@ _FEWEST = 64
 _FEW = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """One parameter's joint of one kind, or why there is none."""
-
-    name: str
-    role: Role
-    number: int
-    joint: Joint | None = None
-    reason: str = ""
-    assumed: str = ""
-    """What is taken to hold without being recorded: then a violation is a warning."""
-
-
-def joints(neighbours: Neighbours) -> list[Joint]:
-    """All that is to be measured between two saves."""
-    return [asked.joint for kind in JointKind for asked in _asked(neighbours, kind) if asked.joint is not None]
-
-
-def _asked(neighbours: Neighbours, kind: JointKind) -> list[_Asked]:
-    found = neighbours.remembered.get(kind.value)
-    if not isinstance(found, list):
-        found = neighbours.remembered[kind.value] = list(_ASK[kind](neighbours))
-    return found
-
-
-def _of(neighbours: Neighbours, role: Role, name: str) -> tuple[int, int]:
-    """The tensor's numbers in both saves; -1 where they don't both have it."""
-    return neighbours.shared.get((role, name), (-1, -1))
-
-
-def _rest(neighbours: Neighbours) -> Iterable[_Asked]:
-    for key, (old, new) in neighbours.shared.items():
-        if stillness.decays(*key) and neighbours.after.catalog.tensors[new].dtype.mantissa_bits >= 7:
-            yield _Asked(key[1], key[0], new, Joint(JointKind.REST, (new,), (old,)))
-
-
-def _each(neighbours: Neighbours) -> Iterable[tuple[str, Recorded | str]]:
-    """Every parameter with a second moment, with what is recorded of it or why nothing can be said."""
-    for role, name in neighbours.shared:
-        if role is Role.SECOND_MOMENT:
-            yield name, recorded(neighbours, name)
-
-
-def _decay(neighbours: Neighbours) -> Iterable[_Asked]:
-    for name, known in _each(neighbours):
-        old, new = _of(neighbours, Role.SECOND_MOMENT, name)
-        asked = _Asked(name, Role.SECOND_MOMENT, new)
-        if isinstance(known, str):
-            yield replace(asked, reason=known)
-        elif reason := known.why_no_decay():
-            yield replace(asked, reason=reason)
-        else:
-            yield replace(asked, joint=Joint(JointKind.DECAY, (new,), (old,), (known.kept_of_second, known.floor)))
-
-
-def _stride(neighbours: Neighbours) -> Iterable[_Asked]:
-    for name, known in _each(neighbours):
-        role = Role.MASTER if (Role.MASTER, name) in neighbours.shared else Role.PARAMETER
-        old, new = _of(neighbours, role, name)
-        if new < 0:
-            continue
-        asked = _Asked(name, role, new)
-        (first, _), (second_old, second) = (_of(neighbours, r, name) for r in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))
-        dtype = neighbours.after.catalog.tensors[new].dtype
-        bound = known if isinstance(known, str) else why_set_otherwise(name) or motion_bound(known, dtype)
-        if isinstance(bound, str) or first < 0:
-            yield replace(asked, reason=bound if isinstance(bound, str) else "it has no first moment")
-        else:
-            assert not isinstance(known, str)
-            joint = Joint(JointKind.STRIDE, (new, second), (old, second_old, first), bound)
-            # The function takes new and old of each in turn.
-            yield replace(asked, joint=joint, assumed=known.assumed)
-
-
-def _variance(neighbours: Neighbours) -> Iterable[_Asked]:
-    for name, known in _each(neighbours):
-        (first_old, first), (old, new) = (_of(neighbours, r, name) for r in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))
-        asked = _Asked(name, Role.SECOND_MOMENT, new)
-        reason = known if isinstance(known, str) else known.why_no_replay()
-        if reason or first < 0:
-            yield replace(asked, reason=str(reason) or "it has no first moment")
-        else:
-            assert not isinstance(known, str)
-            constants = known.highest, known.second, known.round_off
-            yield replace(asked, joint=Joint(JointKind.VARIANCE, (new, first), (old, first_old), constants))
-
-
-def _update(neighbours: Neighbours) -> Iterable[_Asked]:
-    for name, known in _each(neighbours):
-        role = Role.MASTER if (Role.MASTER, name) in neighbours.shared else Role.PARAMETER
-        old, new = _of(neighbours, role, name)
-        if new < 0:
-            continue
-        asked = _Asked(name, role, new)
-        dtype = neighbours.after.catalog.tensors[new].dtype
-        reason = known if isinstance(known, str) else why_set_otherwise(name) or known.why_no_update(dtype)
-        first, second = (_of(neighbours, r, name)[1] for r in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))
-        if reason or first < 0:
-            yield replace(asked, reason=str(reason) or "it has no first moment")
-            continue
-        assert not isinstance(known, str)
-        for constants in known.candidates(dtype):
-            yield replace(asked, joint=Joint(JointKind.UPDATE, (new, first, second), (old,), constants))
-
-
-_ASK: dict[JointKind, Callable[[Neighbours], Iterable[_Asked]]] = {
-    JointKind.DECAY: _decay, JointKind.STRIDE: _stride, JointKind.REST: _rest, JointKind.VARIANCE: _variance,
-    JointKind.UPDATE: _update,
-}  # fmt: skip
-
-_Measured = list[tuple[_Asked, Sequence[JointResult]]]
+_Measured = list[tuple[Asked, Sequence[JointResult]]]
 
 
 def _measured(neighbours: Neighbours, kind: JointKind, found: Collected) -> _Measured:
     """Of every parameter the joint that fits best, with its results; what has none is noted."""
-    best: dict[str, tuple[_Asked, Sequence[JointResult]]] = {}
-    for asked in _asked(neighbours, kind):
+    best: dict[str, tuple[Asked, Sequence[JointResult]]] = {}
+    for asked in asked_of(neighbours, kind):
         results = neighbours.joints.get(asked.joint) if asked.joint else None
         if asked.name in neighbours.doubted:
             found.unknown("something is wrong with it in the save before", asked.name)
@@ -153,7 +43,7 @@ def _measured(neighbours: Neighbours, kind: JointKind, found: Collected) -> _Mea
             found.unknown(neighbours.why_not_joined or "it could not be read in both saves", asked.name)
         elif asked.name not in best or _num_beyond(results) < _num_beyond(best[asked.name][1]):
             best[asked.name] = asked, results
-    if not _asked(neighbours, kind):
+    if not asked_of(neighbours, kind):
         found.not_applicable["no moments are in both saves"] += 1
     return list(best.values())
 
@@ -181,7 +71,7 @@ def _judge(neighbours: Neighbours, kind: JointKind, what: str) -> Judgement:
     return found.judgement()
 
 
-def _violation(neighbours: Neighbours, asked: _Asked, results: Sequence[JointResult], what: str) -> Violation:
+def _violation(neighbours: Neighbours, asked: Asked, results: Sequence[JointResult], what: str) -> Violation:
     bad = [result for result in results if result.num_beyond]
     worst = max(bad, key=lambda result: result.largest)
     share = f"{_num_beyond(bad)} of {sum(result.num_compared for result in results)} elements"
@@ -194,7 +84,7 @@ def _violation(neighbours: Neighbours, asked: _Asked, results: Sequence[JointRes
     return Violation(asked.name, tuple(_location(neighbours, asked, result) for result in bad), message)
 
 
-def _location(neighbours: Neighbours, asked: _Asked, result: JointResult) -> Location:
+def _location(neighbours: Neighbours, asked: Asked, result: JointResult) -> Location:
     shape = neighbours.after.catalog.tensors[asked.number].shape
     first, last = (tuple(int(at) for at in np.unravel_index(place, shape)) for place in (result.first, result.last))
     detail = f"{result.num_beyond} of {result.num_compared} elements, from {list(first)} to {list(last)}"
@@ -257,7 +147,7 @@ def no_stretch_is_stale(neighbours: Neighbours) -> Judgement:
     return found.judgement()
 
 
-def _is_stretch(neighbours: Neighbours, asked: _Asked, result: JointResult) -> bool:
+def _is_stretch(neighbours: Neighbours, asked: Asked, result: JointResult) -> bool:
     """Whether what rests is no whole part, and most of the part from its first to its last element.
 
     Of the part's own elements: those of a part of every row lie scattered in the tensor.
@@ -269,7 +159,7 @@ def _is_stretch(neighbours: Neighbours, asked: _Asked, result: JointResult) -> b
     return result.num_beyond >= _DENSE * num_between(region, shape, result.first, result.last)
 
 
-def _mixed(neighbours: Neighbours, asked: _Asked, bad: Sequence[JointResult]) -> Violation:
+def _mixed(neighbours: Neighbours, asked: Asked, bad: Sequence[JointResult]) -> Violation:
     step = neighbours.before.catalog.step
     which = f"{_num_beyond(bad)} elements in one stretch are those of step {step}, the others moved on"
     message = f"{asked.name} ({asked.role.value}) holds values of two steps: {which}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from auditor.invariants.invariant import Invariant
 from auditor.invariants.optimizer_alone import state_is_complete
+from auditor.invariants.optimizer_lost import what_moves_has_moments
 from auditor.invariants.optimizer_owners import state_belongs_to_parameters
 from auditor.invariants.optimizer_state import (
     KeptState,
@@ -235,18 +236,20 @@ INVARIANTS = (
         statement="A parameter for which the optimizer keeps moments has all that this optimizer keeps, in its own "
                   "shape, on every rank that has the parameter. Once a step was taken some parameters have moments; "
                   "one with an fp32 master has them in any case. Where groups are of Adam and don't name "
-                  "their parameters, a moment comes with the other one, and with a master where others have theirs.",
+                  "their parameters, a moment comes with the other one, and with a master where others have theirs. "
+                  "A parameter that moves since the save before did not lose the moments that it had there; a warning "
+                  "where it moves and had none, as others of its group have.",
         rationale="Optimizers start missing moments from zero without a word: resumed training begins with steps of "
                   "another size, and a moment of another shape belongs to something else.",
         source="deepspeedai/DeepSpeed#7786; huggingface/transformers#23034; facebookresearch/fairscale#380",
         example="layer.weight has exp_avg but no exp_avg_sq",
         misses="Moments that are another parameter's of the same shape. Two moments lost together for a parameter "
-               "without master are OPT006. All state of a parameter lost together "
-               "where groups don't name theirs. Undetermined: optimizers whose state is not known; before step 1000, "
+               "without master that rests, or of the first save, are OPT006. Undetermined: optimizers whose state is "
+               "not known; before step 1000, "
                "nothing kept at all where no optimizer step is counted; ranks that each hold other parameters' state.",
         hint="Resume from the last good step; if that can't be, expect the first steps to be as after a restart of "
              "the optimizer, and warm up the learning rate.",
-        judge_step=state_is_complete, likely_causes=(_PARTIAL,),
+        judge_step=state_is_complete, judge_motion=what_moves_has_moments, likely_causes=(_PARTIAL,),
     ),
     Invariant(
         "OPT002", "state-without-parameter", Severity.ERROR,

@@ -208,6 +208,11 @@ def _needs_by_group(kept: KeptState) -> dict[int, _Needs]:
     return {number: _needs(group, frozenset(keys[number])) for number, group in first.items()}
 
 
+def stateless_groups(kept: KeptState) -> frozenset[int]:
+    """Numbers of the groups whose parameters need no state."""
+    return frozenset(number for number, needs in _needs_by_group(kept).items() if needs.none)
+
+
 def _silence(kept: KeptState) -> Judgement | None:
     """What is said where moments can't be expected, or nothing tells which parameters have some."""
     catalog = kept.catalog

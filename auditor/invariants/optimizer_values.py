@@ -268,7 +268,9 @@ def moments_are_not_zero(evidence: StepEvidence) -> Judgement:
             known.add(number)
             zero.add(number)
     for family in siblings(catalog, [Role.FIRST_MOMENT]):
-        _judge_family(evidence, found, [number for number in family if number in known], zero, roles)
+        # Of state whose parameter isn't known, one shape does not make siblings.
+        named = [number for number in family if number in known and not catalog.tensors[number].undetermined]
+        _judge_family(evidence, found, named, zero, roles)
     if not any(tensor.role in MOMENTS for tensor in catalog.tensors):
         found.not_applicable["no moments are stored"] += 1
     return found.judgement()

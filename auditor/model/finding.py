@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from auditor.model.catalog import Role
 from auditor.model.mesh import EVERYWHERE, Coordinate
@@ -115,6 +115,10 @@ class Judgement:
             self.num_holds + other.num_holds, (*self.violations, *other.violations), undetermined, not_applicable,
             self.held & other.held,
         )  # fmt: skip
+
+    def joined(self, motion: Judgement) -> Judgement:
+        """What a step says by itself, and by the save before it where there is one."""
+        return self if motion.outcome is Outcome.NOT_APPLICABLE else replace(self.merged(motion), held=self.held)
 
     def doubted(self, changed: Sequence[str]) -> Judgement:
         """The judgement of a step whose files ``changed`` while they were read: nothing in it can be relied on."""

@@ -588,7 +588,7 @@ def test_an_order_that_is_not_known_is_undetermined(tmp_path):
     objects = saved(tmp_path, {"model": model.state_dict(), "optimizer": backwards})
     catalog = read(objects, "step-7")
     moments = [tensor for tensor in catalog.tensors if tensor.role is Role.FIRST_MOMENT]
-    assert {tensor.name for tensor in moments} == {"optimizer.state.0.exp_avg", "optimizer.state.1.exp_avg"}
+    assert {tensor.name for tensor in moments} == {"optimizer.state.0", "optimizer.state.1"}
     assert all("shapes" in tensor.undetermined for tensor in moments)
     for level in (Level.NAMES, Level.FULL):
         assert not audited(objects, level).findings

@@ -511,12 +511,23 @@ def test_state_that_fits_no_order_is_undetermined_with_the_reason():
     torch = pytest.importorskip("torch")
     model = torch.nn.Linear(2, 3)
     backwards = trained(torch, [*model.parameters()][::-1], model)
-    fewer = trained(torch, [model.weight], model)
-    for state, reason in ((backwards, "shapes"), (fewer, "1 parameters in 1 groups")):
-        objects = ranks({"model": model.state_dict(), "optimizer": state})
-        found = moments(objects)
-        assert all(reason in tensor.undetermined for tensor in found.values())
-        assert not findings_of({f"s1/{name}": content for name, content in objects.items()}).findings
+    objects = ranks({"model": model.state_dict(), "optimizer": backwards})
+    assert all("shapes" in tensor.undetermined for tensor in moments(objects).values())
+    assert not findings_of({f"s1/{name}": content for name, content in objects.items()}).findings
+
+
+def test_what_is_frozen_is_told_by_the_shapes_of_what_is_trained():
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3), torch.nn.Linear(3, 2))
+    for handed, known in (
+        ([*model[1:].parameters()], {"1.weight", "1.bias", "2.weight", "2.bias"}),
+        ([model[0].weight, *model[2].parameters()], {"0.weight", "2.weight", "2.bias"}),
+        # Which of two biases of one shape it is stays open.
+        ([model[0].bias, model[2].weight], {"2.weight"}),
+    ):
+        found = moments(ranks({"model": model.state_dict(), "optimizer": trained(torch, handed, model)}))
+        assert {tensor.name for tensor in found.values() if not tensor.undetermined} == known
+        assert len(found) == len(handed)
 
 
 def kept(*shapes):
