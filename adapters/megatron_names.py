@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from auditor.adapters.optimizer_index import is_count
 from auditor.adapters.step_file import StepFile
 from auditor.containers.pickle_machine import Opaque
 from auditor.model.mesh import Replicate, Shard
@@ -20,6 +21,12 @@ def megatron_args(file: StepFile) -> Mapping[str, object]:
     """Megatron's ``args`` as saved in an mp_rank file, empty where they aren't."""
     args = file.tree.get("args")
     return args.attributes() if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
+
+
+def recorded_progress(args: Mapping[str, object]) -> dict[str, float]:
+    """What ``args`` say of the data that was seen: Megatron keeps its count of samples there, beside the seed."""
+    found = {name: args.get(name) for name in ("consumed_train_samples", "seed")}
+    return {name: float(value) for name, value in found.items() if is_count(value)}
 
 
 @dataclass(frozen=True, slots=True)

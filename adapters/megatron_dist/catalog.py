@@ -17,6 +17,7 @@ from auditor.adapters.megatron_dist.files import COMMON, CONFIG, Recorded, is_of
 from auditor.adapters.megatron_dist.optimizer import record_common
 from auditor.adapters.megatron_dist.tensors import RANK, DistPlacing, Ranks
 from auditor.adapters.megatron_dist.zarr_backend import ZARR, ZarrReading
+from auditor.adapters.megatron_names import recorded_progress
 from auditor.adapters.step_file import Opened, StepFile
 from auditor.model.catalog import Catalog, FileState, ProblemKind, Scalar
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
@@ -102,6 +103,8 @@ class MegatronDistReading(DcpReading):
         self.opaque.update(common.content.opaque if common.content else {})
         if self.recorded.step is not None:
             self.builder.scalars.append(Scalar("global_steps", float(self.recorded.step), join(path, COMMON)))
+        for name, value in recorded_progress(self.recorded.args).items():
+            self.builder.scalars.append(Scalar(name, value, join(path, COMMON)))
 
     def _unsupported(
         self, step: int, format_name: str, config: Opened[Mapping[str, object]], backend: str

@@ -13,6 +13,7 @@ from auditor.adapters.megatron_legacy.files import Place, listing, read_step_fil
 from auditor.adapters.megatron_legacy.layout import Chunk, Layout
 from auditor.adapters.megatron_legacy.origin import misplaced
 from auditor.adapters.megatron_legacy.state import RankState, Slot, read_state
+from auditor.adapters.megatron_names import megatron_args, recorded_progress
 from auditor.adapters.optimizer_index import is_count, settings
 from auditor.adapters.optimizer_record import SavedOptimizer, from_args, record, record_loss_scale
 from auditor.adapters.step_file import StepFile
@@ -156,6 +157,7 @@ class MegatronReading:
             step, scheduler = recorded_step(file), file.tree.get("opt_param_scheduler")
             recorded = settings(scheduler) if isinstance(scheduler, dict) else {}
             scalars = {"global_steps": step} | {f"scheduler.{key}": value for key, value in recorded.items()}
+            scalars |= recorded_progress(megatron_args(file))
             for what, value in scalars.items():
                 if is_count(value):
                     self.builder.scalars.append(Scalar(what, float(value), name, coordinate))

@@ -8,24 +8,24 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from auditor.comparison.calibration import Reruns
-from auditor.comparison.causes import Setting, causes_of, shared_causes
+from auditor.comparison.causes import Setting, explanation_of
 from auditor.comparison.command import Choices
 from auditor.comparison.growing import growing
 from auditor.comparison.holding import Holding, Key
 from auditor.comparison.judging import Allowed, Bench, Contents
 from auditor.comparison.lockstep import Distance
 from auditor.comparison.matching import Matching, match, tied_to
-from auditor.comparison.one_set import one_set
-from auditor.comparison.outcome import PROVED, Compared, Comparison, Standing, StepComparison
+from auditor.comparison.one_set import WEIGHTS, one_set
+from auditor.comparison.outcome import PROVED, SUSPECT, Compared, Comparison, Standing, StepComparison
 from auditor.comparison.proposal import Proposed, propose
-from auditor.comparison.records import recorded
+from auditor.comparison.records import Recorded, explaining, recorded, recorded_cause
 from auditor.comparison.rounding import counted_steps, model_of
 from auditor.comparison.seeing import Views, views_of
+from auditor.comparison.shared_causes import ARITHMETIC, Shared, shared_causes
 from auditor.comparison.side import Progress, Side, open_side
-from auditor.comparison.together import common_factor, factor_cause, following, with_factor
+from auditor.comparison.together import CommonFactor, common_factor, following, with_factor
 from auditor.errors import NothingToAuditError
 from auditor.model.catalog import Role
-from auditor.model.finding import LikelyCause
 from auditor.settings import Settings
 
 
@@ -55,9 +55,10 @@ def compare(
             from_ledgers=all(side.is_ledger for side in sides),
             steps_alone=_alone(sides[0], sides[1], settings) if len(steps) > 1 else ((), ()),
         )  # fmt: skip
-        calibrated = Reruns(reruns, views.seeing_reference, choices.chosen)
+        calibrated = Reruns(reruns, views.seeing_reference, choices.chosen, stated=bool(choices.compute))
         under_way = _UnderWay(sides[0], sides[1], views, choices, calibrated)
         found.steps = [under_way.step(*at) for at in steps]
+    found.refused, found.uncalibrated = calibrated.refused, calibrated.none_left
     found.growing = growing(found.steps)
     found.seconds = time.monotonic() - begun
     return found
@@ -117,9 +118,6 @@ def _alone(reference: Side, candidate: Side, settings: Settings) -> tuple[Sequen
     return sorted(own - theirs), sorted(theirs - own)
 
 
-NO_NOISE = "the reruns lack this step or equal the reference in every bit: they tell no noise, thresholds are derived"
-
-
 @dataclass
 class _UnderWay:
     """A comparison under way: what of earlier steps is still wanted."""
@@ -135,6 +133,8 @@ class _UnderWay:
     """What the reference held in the step before."""
     allowed: Mapping[Key, Allowed] = field(default_factory=dict)
     """What rounding was allowed of weights by then."""
+    otherwise: tuple[int, Sequence[Recorded]] | None = None
+    """The first step of which something is recorded otherwise, and what."""
 
     def step(self, own: int, theirs: int) -> StepComparison:
         sketched = self.reference.is_ledger or self.candidate.is_ledger
@@ -147,44 +147,59 @@ class _UnderWay:
             learning_rate=self.choices.learning_rate, trained=self.anchor is not None,
         )  # fmt: skip
         contents = self._contents(left)
-        noise = self.reruns.thresholds(own, left)
+        noise, told = self.reruns.thresholds(own, left, right, model)
         bench = Bench(left, right, model, noise, {**self.before, **contents}, self.allowed)
-        rows, shared = self._judged(bench, pairing)
+        rows, factor = self._judged(bench, pairing)
+        differing = recorded(left, right, alone=self.choices.resume)
+        shared = shared_causes(rows, factor, Setting((left.mesh, right.mesh)))
+        shared = self._with_recorded(shared, own, differing, rows, first_step=bool(self.anchor) and num_steps == 1)
         self.before = {key: f"{text} of step {own}" for key, text in contents.items()}
         weights = [row for row in rows if row.pair.role in (Role.PARAMETER, Role.MASTER)]
         if weights and all(row.standing in PROVED for row in weights):
             self.anchor = own, counted_steps(left) or float(own)
         self.allowed = {} if self.anchor and self.anchor[0] == own else {**self.allowed, **bench.allowed}
-        quiet = bool(self.reruns.sides) and not noise
         return StepComparison(
             own, theirs, (left.path, right.path), (left.format, right.format), tuple(rows), num_steps,
-            (*_notes(pairing), *((NO_NOISE,) if quiet else ())), (*left.failures, *right.failures),
-            (*left.changed, *right.changed), shared, recorded(left, right, counters=self.choices.resume),
+            (*_notes(pairing), *told), (*left.failures, *right.failures), (*left.changed, *right.changed),
+            shared.causes, shared.gathered, tuple(one.place for one in differing),
             left.num_bytes_read + right.num_bytes_read,
         )  # fmt: skip
 
-    def _judged(self, bench: Bench, pairing: Matching) -> tuple[list[Compared], tuple[LikelyCause, ...]]:
-        """Every pair as it stands, with what it may be; and what several together may be."""
+    def _with_recorded(
+        self, shared: Shared, step: int, differing: Sequence[Recorded], rows: Sequence[Compared], *, first_step: bool
+    ) -> Shared:
+        """The shared causes, with what is recorded otherwise before what it explains, and after what it does not."""
+        if differing and self.otherwise is None:
+            self.otherwise = step, differing
+        if not any(row.standing in SUSPECT for row in rows) or self.otherwise is None:
+            return shared
+        since, found = (step, differing) if differing else self.otherwise
+        sure = explaining(found, rows, first_step=first_step)
+        rest = [one for one in found if one not in sure]
+        where = "" if since == step else f" in step {since}"
+        before = [recorded_cause(sure, where)] if sure else []
+        after = [recorded_cause(rest, where)] if rest else []
+        causes = [cause for cause in shared.causes if not (sure and cause.text == ARITHMETIC)]
+        return replace(shared, causes=(*before, *causes, *after))
+
+    def _judged(self, bench: Bench, pairing: Matching) -> tuple[list[Compared], CommonFactor | None]:
+        """Every pair as it stands, with what it may be; and the factor that all gradients share."""
         left, right = bench.reference, bench.candidate
         setting = Setting((left.mesh, right.mesh))
         rows, measures = list[Compared](), dict[int, tuple[Compared, Distance]]()
         for pair in pairing.pairs:
             row, apart = bench.judge(pair)
-            if apart is not None and row.standing is not Standing.ROUNDING:
+            if apart is not None and row.standing is not Standing.ROUNDING and not row.holds:
                 tensors = left.tensors[pair.reference or 0], right.tensors[pair.candidate or 0]
-                row = replace(row, causes=causes_of(pair, tensors, apart, row.threshold, setting))
+                row = replace(row, cause=explanation_of(pair, tensors, apart, row.threshold, setting))
             if apart is not None:
                 measures[len(rows)] = row, replace(apart, profiles=[])
             if self.anchor is not None:
                 row = bench.coarse(bench.replayed(row))
             rows.append(_tied(row, left, right, pairing))
-        rows = _like_twins(rows, left, right)
         factor = common_factor([*measures.values()])
-        rows = self._settled(
-            bench, following(with_factor(rows, factor)), {at: apart for at, (_, apart) in measures.items()}
-        )
-        causes = (factor_cause(factor, setting.named(factor.factor)),) if factor else ()
-        return rows, (*causes, *shared_causes(rows, scaled=factor is not None))
+        rows = following(with_factor(_like_twins(rows, left, right), factor))
+        return self._settled(bench, rows, {at: apart for at, (_, apart) in measures.items()}), factor
 
     def _settled(self, bench: Bench, rows: list[Compared], measures: Mapping[int, Distance]) -> list[Compared]:
         """The rows, as all together let them stand, and with what would have been found where that is asked."""
@@ -197,8 +212,12 @@ class _UnderWay:
             ]
         if self.choices.power:
             rows = [bench.powered(row, measures.get(at), same) for at, row in enumerate(rows)]
-        suspect = (Standing.BEYOND, Standing.SUSPICIOUS)
-        return [row if row.standing in suspect else replace(row, causes=()) for row in rows]
+        wrong = {row.pair.name for row in rows if row.pair.role is Role.FIRST_MOMENT and row.standing in SUSPECT}
+        # What a gradient did wrong its weight did after it.
+        return [
+            row if row.standing in SUSPECT and not (row.pair.role in WEIGHTS and row.pair.name in wrong)
+            else replace(row, cause=None) for row in rows
+        ]  # fmt: skip
 
     def _num_steps(self, left: Holding) -> float:
         counted = counted_steps(left) or float(left.step)

@@ -139,7 +139,7 @@ class Bench:
             return row
         other = self._elsewhere(right)
         if other:
-            return replace(row, detail=_joined(known, f"holds the reference's {other}"))
+            return replace(row, holds=other, detail=_joined(known, f"holds the reference's {other}"))
         narrow = narrowed(left, right)
         if narrow:
             detail = f"the reference's numbers, rounded to {narrow} on their way"

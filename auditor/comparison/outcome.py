@@ -31,6 +31,7 @@ class Standing(enum.Enum):
 
 DIFFERENT = (Standing.BEYOND, Standing.REORDERED, Standing.SHAPE, Standing.LACKING, Standing.EXTRA)
 PROVED = (Standing.EQUAL, Standing.CAST)
+SUSPECT = (Standing.BEYOND, Standing.SUSPICIOUS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,20 @@ class Power:
 
 
 @dataclass(frozen=True, slots=True)
+class Explanation:
+    """What one tensor's difference may be: the one that leaves least of it open."""
+
+    text: str
+    source: str
+    rest: float
+    """Of the difference, what it leaves open."""
+    held_by: str = ""
+    """Which rank, or part, holds all of it; empty where it is nobody's alone."""
+    factor: float = math.nan
+    """As which multiple of the reference it explains the tensor; of a second moment, the gradient's. NaN: as none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Compared:
     """One pair of tensors."""
 
@@ -87,7 +102,9 @@ class Compared:
     """The permutation, the shapes, or why nothing is determined."""
     narrowed: bool = False
     """Whether the candidate has fewer bits for it, so that something was lost on the way."""
-    causes: tuple[LikelyCause, ...] = ()
+    holds: str = ""
+    """Which other tensor of the reference the candidate has here, in every bit."""
+    cause: Explanation | None = None
     power: Power | None = None
     shown: str = ""
     """What the candidate's own files call it, where that differs."""
@@ -128,9 +145,11 @@ class StepComparison:
     failures: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     causes: tuple[LikelyCause, ...] = ()
-    """That concern several tensors at once."""
+    """That concern several tensors at once; the surest first."""
+    gathered: frozenset[Explanation] = frozenset()
+    """Explanations of single tensors that ``causes`` state for all of them."""
     recorded: tuple[str, ...] = ()
-    """Numbers that are recorded otherwise on the other side: rates, counters."""
+    """What is recorded otherwise on the other side: rates, counters, dtypes of the optimizer's state."""
     num_bytes_read: int = 0
 
     def counts(self) -> Counter[Standing]:
@@ -175,6 +194,10 @@ class Comparison:
     resumed: bool = False
     """Whether recorded numbers must be equal, too."""
     reruns: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Of the reruns, those that are none, and why."""
+    uncalibrated: bool = False
+    """Whether reruns were named, and none of them is one."""
     maps: tuple[str, ...] = ()
     """Name maps that were chosen without being asked for, and how many tensors they brought together."""
     growing: tuple[Growing, ...] = ()

@@ -17,8 +17,7 @@ def exit_codes(found: Comparison, settings: Settings) -> list[ExitCode]:
     open_ones = [row for row in rows if row.standing is Standing.UNDETERMINED]
     if settings.strict and open_ones:
         codes.add(ExitCode.VIOLATED)
-    unread = any(step.failures for step in found.steps) or found.unrecognised
-    if unread or (rows and len(open_ones) == len(rows)) or any(map(undecided, found.steps)):
+    if _unread(found) or (rows and len(open_ones) == len(rows)) or any(map(undecided, found.steps)):
         codes.add(ExitCode.INCOMPLETE)
     if any(step.changed for step in found.steps):
         codes.add(ExitCode.CHANGED)
@@ -26,6 +25,11 @@ def exit_codes(found: Comparison, settings: Settings) -> list[ExitCode]:
         # Nothing was held against anything: a script must not take that for equal.
         codes.add(ExitCode.VIOLATED if any(row.standing in DIFFERENT for row in rows) else ExitCode.NOTHING)
     return ordered(codes)
+
+
+def _unread(found: Comparison) -> bool:
+    """Whether something that was asked for could not be done: files that can't be read, reruns that are none."""
+    return bool(any(step.failures for step in found.steps) or found.unrecognised or found.uncalibrated)
 
 
 def undecided(step: StepComparison) -> bool:
@@ -52,8 +56,7 @@ def verdict(found: Comparison, settings: Settings) -> str:
     rows = [row for step in found.steps for row in step.rows]
     if ExitCode.VIOLATED in codes and any(found.fails(step, settings.fail_on) for step in found.steps):
         return "differs"
-    unread = any(step.failures for step in found.steps) or found.unrecognised
-    if unread or ExitCode.CHANGED in codes:
+    if _unread(found) or ExitCode.CHANGED in codes:
         return "incomplete"
     if ExitCode.INCOMPLETE in codes:
         return "undetermined"

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from auditor import __version__
-from auditor.comparison.outcome import Compared, Comparison, Power, StepComparison
+from auditor.comparison.outcome import Compared, Comparison, Explanation, Power, StepComparison
 from auditor.comparison.rounding import Threshold
 from auditor.comparison.verdict import exit_codes, verdict
 from auditor.model.finding import LikelyCause
@@ -22,6 +22,7 @@ def to_json(found: Comparison, settings: Settings) -> str:
         "schema_version": 1, "tool_version": __version__, "reference": found.reference, "candidate": found.candidate,
         "verdict": verdict(found, settings), "exit_code": int(codes[0]), "exit_codes": [int(code) for code in codes],
         "exact": found.exact, "names": list(found.maps), "reruns": list(found.reruns),
+        "refused_reruns": dict(found.refused),
         "last_equal_step": found.last_equal, "first_different_step": beyond.step if beyond else None,
         "steps_alone": {"reference": list(found.steps_alone[0]), "candidate": list(found.steps_alone[1])},
         "unrecognised": dict(found.unrecognised),
@@ -58,7 +59,7 @@ def _row(row: Compared) -> dict[str, Any]:
         "first_index": list(amount.first_index) if amount else None,
         "estimated": amount.estimated if amount else False,
         "threshold": _threshold(row.threshold), "margin": _number(row.margin) if row.threshold else None,
-        "likely_causes": [_cause(cause) for cause in row.causes], "power": _power(row.power),
+        "likely_causes": [_cause(row.cause)] if row.cause else [], "power": _power(row.power),
     }  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def _power(power: Power | None) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _cause(cause: LikelyCause) -> dict[str, str]:
+def _cause(cause: LikelyCause | Explanation) -> dict[str, str]:
     return {"text": cause.text, "source": cause.source}
 
 

@@ -32,6 +32,8 @@ def compare_lines(found: Comparison, settings: Settings, *, verbose: bool = Fals
             yield f"steps      in the {side} alone, not compared: {', '.join(map(str, steps[:8]))}" + (
                 ", …" if len(steps) > 8 else ""
             )
+    for path, reason in sorted(found.refused.items()):
+        yield f"[yellow]no rerun[/]   {safe(path)}, nothing is taken from it: {safe(reason)}"
     for path, reason in sorted(found.unrecognised.items()):
         yield f"[yellow]not compared[/] {safe(path)}: {safe(reason)}"
     for step in found.steps:
@@ -84,7 +86,7 @@ def _modules(step: StepComparison, found: Comparison, verbose: bool) -> Iterator
     for name, tensors in list(modules.items())[: None if verbose else MAX_MODULES]:
         yield f"  {safe(name) or '(no module)'}"
         for rows in list(tensors.values())[: None if verbose else MAX_TENSORS]:
-            yield from _tensor(rows, any(id(row) in failing for row in rows), verbose)
+            yield from _tensor(rows, step, any(id(row) in failing for row in rows), verbose)
         if len(tensors) > MAX_TENSORS and not verbose:
             yield f"    … and {len(tensors) - MAX_TENSORS} more"
     if len(modules) > MAX_MODULES and not verbose:
@@ -96,7 +98,7 @@ def _is_told(row: Compared) -> bool:
     return row.standing not in (*PROVED, Standing.ROUNDING) or bool(row.detail and row.standing in PROVED)
 
 
-def _tensor(rows: Sequence[Compared], failing: bool, verbose: bool) -> Iterator[str]:
+def _tensor(rows: Sequence[Compared], step: StepComparison, failing: bool, verbose: bool) -> Iterator[str]:
     """All roles of one tensor: the worst in full, the others in a few words."""
     worst = max(rows, key=lambda row: (row.severity or 0, -1.0 if math.isnan(row.margin) else row.margin))
     sign = "=" if worst.standing in PROVED else _SIGN.get(worst.standing, "≠")
@@ -111,8 +113,8 @@ def _tensor(rows: Sequence[Compared], failing: bool, verbose: bool) -> Iterator[
     beside = [f"{_role(row)} {row.standing.value}{_short(row)}" for row in rows if row is not worst]
     if beside:
         yield f"        also {safe(', '.join(beside))}"
-    for cause in worst.causes[:2]:
-        yield f"        maybe {safe(cause.text)} ({safe(cause.source)})"
+    if worst.cause is not None and worst.cause not in step.gathered:
+        yield f"        maybe {safe(worst.cause.text)} ({safe(worst.cause.source)})"
     for row in rows if verbose else ():
         if row.power is not None:
             yield f"        {_role(row)}: {safe(power_phrase(row))}"

@@ -53,6 +53,8 @@ class Training:
     """Not 0: what goes into the first layer is changed by one distance between numbers, up or down by this seed."""
     every: int = 1
     clip: float = math.inf
+    data: int = 0
+    """Not 0: the batches of another seed."""
 
     def run(self, folder):
         """Train, and save step 0 and every so many into ``folder``, which is returned."""
@@ -72,7 +74,7 @@ class Training:
 
     def gradients(self, weights, step):
         """Summed over microbatches and data-parallel ranks, averaged over tokens that aren't padding."""
-        batch = make_batch(self.seed, step)
+        batch = make_batch(self.seed + self.data, step)
         parts = self.dp * self.micro
         total = {name: torch.zeros_like(w) for name, w in weights.items()}
         if self.fault == "microbatches summed in bfloat16":

@@ -11,7 +11,7 @@ def bfloat16(values):
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
-def write_step(folder, step, tensors, *, mesh=None, groups=()):
+def write_step(folder, step, tensors, *, mesh=None, groups=(), scalars=()):
     """One step; ``tensors``: name to array, or (role, name) to array, or to array and what is said of it."""
     at = folder / "steps" / str(step)
     for order, (key, found) in enumerate(tensors.items()):
@@ -21,7 +21,7 @@ def write_step(folder, step, tensors, *, mesh=None, groups=()):
         if values.dtype == np.uint16:
             said["source_dtype"] = "bfloat16"
         write_array(at / "tensors" / role / name, values, said)
-    write_group(at / "catalog", {"groups": list(groups)})
+    write_group(at / "catalog", {"groups": list(groups), "scalars": list(scalars)})
     write_group(at, {"schema_version": 1, "step": step, "mesh": mesh or {}})
     return folder
 
