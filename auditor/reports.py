@@ -37,9 +37,9 @@ class Coverage:
     num_bytes_total: int = 0
     """Of all files of the audited steps."""
     num_bytes_read: int = 0
-    """Of weights."""
+    """Of tensors, of whatever role, each byte of them once."""
     num_bytes_reread: int = 0
-    """Once more: of weights, to measure differences; of whole files, to verify checksums."""
+    """Once more: of tensors, to measure differences; of whole files, to verify checksums."""
 
     def add(self, full: Catalog, catalog: Catalog, seen: Observations) -> None:
         """Count a step: all that it stores, and of it what was chosen."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from auditor.invariants.invariant import FAMILIES
-from auditor.model.finding import Finding, Outcome
+from auditor.model.finding import Finding, Outcome, Severity
 from auditor.model.run import Commit
 from auditor.reports import Report, RunReport, StepReport
 from auditor.settings import Settings
@@ -69,6 +69,15 @@ def exit_code(report: Report) -> ExitCode:
 def failing(found: Iterable[Finding], settings: Settings) -> list[Finding]:
     """Findings that make the audit fail."""
     return [finding for finding in found if finding.severity >= settings.fail_on and not finding.accepted]
+
+
+def counted(found: Sequence[Finding]) -> dict[str, int]:
+    """Findings that are not accepted by severity, and the accepted ones by who accepted them."""
+    counts = {severity.name.lower(): 0 for severity in sorted(Severity, reverse=True)} | {"waived": 0, "in_baseline": 0}
+    for finding in found:
+        accepted = "waived" if finding.waived else "in_baseline" if finding.in_baseline else ""
+        counts[accepted or finding.severity.name.lower()] += 1
+    return counts
 
 
 def _selected_in_vain(run: RunReport, settings: Settings) -> bool:

@@ -313,7 +313,7 @@ def test_waivers_accept_what_they_cover_until_they_expire(tmp_path):
     done = auditor("check", RUN, "--config", config)
     assert done.returncode == 0
     assert "REP001 replicas-differ  error · growing · waived" in done.stdout
-    assert "last good step 120" in done.stdout
+    assert "  holds, 1 waived finding · last good step 120" in done.stdout
     config.write_text('[[waive]]\nid = "replicas-differ"\nreason = "known, under its name"\n')
     assert auditor("check", RUN, "--config", config).returncode == 0
     config.write_text('[[waive]]\nid = "REP001"\nreason = "known"\nsteps = "50:80"\n')
@@ -323,6 +323,8 @@ def test_waivers_accept_what_they_cover_until_they_expire(tmp_path):
     done = auditor("check", RUN, "--config", config)
     assert done.returncode == 1
     assert "AUX001 waiver-expired  warning\n  the waiver of REP001 ran out on 2020-01-01;" in done.stdout
+    done = auditor("check", HEALTHY, "--steps", "10", "--config", config)
+    assert (done.returncode, "  holds, 1 warning · last good step 10" in done.stdout) == (0, True)
 
 
 def test_baseline_fails_only_on_what_is_new(tmp_path):
@@ -335,6 +337,10 @@ def test_baseline_fails_only_on_what_is_new(tmp_path):
     done = auditor("check", RUN, "--baseline", report)
     assert done.returncode == 0
     assert "in the baseline" in done.stdout
+    assert "  holds, 1 finding that the baseline knows · last good step 120" in done.stdout
+    document = json.loads(auditor("check", RUN, "--baseline", report, "--format", "json").stdout)
+    counts = {"error": 0, "warning": 0, "note": 0, "waived": 0, "in_baseline": 1}
+    assert (document["verdict"], document["num_findings"]) == ("holds", counts)
     report.write_text("{}")
     assert auditor("check", RUN, "--baseline", report).returncode == 2
 

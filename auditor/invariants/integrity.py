@@ -95,7 +95,7 @@ def steps_agree(evidence: StepEvidence) -> Judgement:
 
 
 def _odd_step(catalog: Catalog, scalar: Scalar, wanted: float) -> Location:
-    what = "is the state of optimizer step" if scalar.name == "optimizer_step" else "records global_steps"
+    what = "is the state of optimizer step" if scalar.name == "optimizer_step" else "records step"
     detail = f"{what} {scalar.value:g}, the checkpoint's is {wanted:g}"
     return Location(catalog.step, scalar.file, coordinate=scalar.coordinate, detail=detail)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from auditor.invariants.recorded import RecordedGroups, number
+from auditor.invariants.recorded import RecordedGroups, number, why_no_rate
 from auditor.invariants.related import MOMENTS, Seen, by_role, seen_whole
 from auditor.model.catalog import Role
 from auditor.model.dtype import FLOAT32, DType
@@ -48,11 +48,11 @@ class ExpectedMotion:
         if first is None or second is None or seen is None:
             return "its moments were not read"
         groups = self._groups.of(name)
-        rates = [number(group.hyperparameters.get("lr")) for group in groups]
-        if not rates or any(rate is None for rate in rates):
-            return "no learning rate is recorded"
+        if reason := why_no_rate(groups):
+            return reason
+        rates = [number(group.hyperparameters.get("lr")) or 0.0 for group in groups]
         epsilons = [number(group.hyperparameters.get("eps")) or 1e-8 for group in groups]
-        rate = min(most, *(rate for rate in rates if rate is not None))
+        rate = min(most, *rates)
         # AMSGrad divides by the largest second moment there ever was.
         largest = self._whole.get(self._roles[Role.MOMENT].get(f"{name}.max_exp_avg_sq", -1))
         most = max(second.maximum, largest.maximum if largest else 0.0, 0.0)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from auditor.invariants.moment_bound import moment_bound, round_off, step_rates
 from auditor.invariants.neighbours import Neighbours, Updates
 from auditor.invariants.optimizer_values import kept_by_adam
-from auditor.invariants.recorded import Betas, RecordedGroups, number
+from auditor.invariants.recorded import Betas, RecordedGroups, lacking, number, why_no_rate
 from auditor.model.catalog import Role
 from auditor.model.dtype import DType
 from auditor.model.optimizer import ParameterGroup
@@ -38,6 +38,10 @@ _ADAM = frozenset({
 })  # fmt: skip
 """Classes whose step is lr * m / (sqrt(v) + eps), bias-corrected."""
 NOT_ONE_STEP = "the saves are not one optimizer step apart"
+_NO_CLASS = (
+    "neither the optimizer's class is recorded nor does its group have all of Adam's settings; where no betas are "
+    'recorded, auditor.toml can state under [optimizer]: class = "adamw"'
+)
 NO_STEP = "no optimizer step was counted for it since the save before"
 DOES_NOT_APPLY = frozenset({NOT_ONE_STEP, NO_STEP})
 """Reasons for which a statement is not about two saves, rather than not known of them."""
@@ -97,7 +101,7 @@ class Recorded:
             return "the weight has too few bits to be replayed, and no master is stored"
         if any(group.hyperparameters.get("amsgrad") is True for group in self.groups[1]):
             return "amsgrad divides by its own maximum"
-        return "" if all(map(_rate, self.all_groups)) else "no learning rate is recorded, or it is zero"
+        return lacking(self.all_groups) or why_no_rate(self.all_groups)
 
     @property
     def all_groups(self) -> list[ParameterGroup]:
@@ -111,7 +115,7 @@ class Recorded:
             if kind and kind not in _ADAM:
                 return f"the step of its optimizer ({kind}) is not plain Adam's"
             if not kind and "amsgrad" not in group.hyperparameters:
-                return "neither the optimizer's class is recorded nor does its group have all of Adam's settings"
+                return _NO_CLASS
             odd = {"momentum_decay", "rectify", "weight_decouple", "delta", "trust_clip", "max_coeff", "clip_threshold"}
             if odd & group.hyperparameters.keys():
                 return "its hyperparameters are not those of plain Adam"
@@ -153,8 +157,7 @@ class Recorded:
         for rate in dict.fromkeys(_rate(group) for group in self.all_groups):
             for group in self.groups[1]:
                 decay = number(group.hyperparameters.get("weight_decay")) or 0.0
-                eps = number(group.hyperparameters.get("eps"))
-                eps = 1e-8 if eps is None else eps
+                eps = number(group.hyperparameters.get("eps")) or 0.0
                 corrected = group.hyperparameters.get("bias_correction", True)
                 corrections = (1 - self.highest**step, 1 - self.second**step) if corrected else (1.0, 1.0)
                 for weight_decay in dict.fromkeys((decay, 0.0)):
@@ -220,8 +223,10 @@ def motion_bound(known: Recorded, dtype: DType) -> tuple[float, ...] | str:
     """Constants of the bound on a weight's motion, or why there is none. ``dtype``: the weight's."""
     if reason := known.why_no_adam():
         return reason
+    if reason := lacking(known.all_groups):
+        return reason
     if not known.largest_rate():
-        return "no learning rate is recorded, or it is zero"
+        return "its learning rate is zero"
     n, betas = known.updates.most, known.betas
     limit = moment_bound(betas, *known.dtypes, None)
     if isinstance(limit, str):

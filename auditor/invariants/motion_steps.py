@@ -213,7 +213,8 @@ INVARIANTS = (
         example="3.mlp.dense_4h_to_h.weight (second moment) fell by more than it can decay since step 200: 1 of 1024 "
                 "elements, up to 64 times what is possible",
         misses="Moments that are too large (MOT008); after thousands of steps, everything.",
-        hint="Don't resume from this step. See whether this tensor's state was exchanged, zeroed or reset.",
+        hint="Don't resume from this step. See whether this tensor's state was exchanged, zeroed or reset; if "
+             "most are named, whether [optimizer] in auditor.toml states the betas that were used.",
         needs=Needs.WEIGHTS, judge_motion=second_moments_decay, joints=joints, one_fault=True,
         likely_causes=(LikelyCause("state, keyed by position, was put on another parameter",
                                    "facebookresearch/fairscale#380"),),

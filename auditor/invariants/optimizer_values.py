@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.moment_bound import Bound, moment_bound
-from auditor.invariants.recorded import Betas, RecordedGroups, betas, num_steps
+from auditor.invariants.recorded import Betas, RecordedGroups, betas, lacking, num_steps
 from auditor.invariants.related import (
     MOMENTS,
     Collected,
@@ -69,7 +69,6 @@ _OTHERWISE = re.compile(
 )
 _OTHERS_KEYS = frozenset({"d", "d_coef", "growth_rate", "freeze_step", "var_freeze_step"})
 """Hyperparameters that tell of another recursion where no class is recorded: D-Adaptation, 1-bit Adam."""
-NO_GROUP = "no parameter group is recorded; [optimizer] in auditor.toml may state it"
 _FEW = 4
 """Of fewer tensors, that most violate the bound says nothing about the optimizer."""
 
@@ -125,7 +124,7 @@ def _of_groups(first: int, second: int, groups: Sequence[ParameterGroup]) -> _As
     kinds = {re.sub("[^a-z0-9]", "", group.optimizer.rpartition(".")[2].lower()) for group in groups}
     rates = {betas(group) for group in groups}
     if not groups:
-        return replace(asked, reason=NO_GROUP)
+        return replace(asked, reason=lacking(groups))
     if any(_OTHERWISE.search(kind) for kind in kinds):
         return replace(asked, reason="its optimizer does not keep two plain moving averages", applies=False)
     if any(_OTHERS_KEYS & group.hyperparameters.keys() for group in groups):
@@ -135,7 +134,8 @@ def _of_groups(first: int, second: int, groups: Sequence[ParameterGroup]) -> _As
     if len(rates) > 1:
         return replace(asked, reason="the parameter groups that may hold it disagree on betas")
     (rate,) = rates
-    return replace(asked, betas=rate, known_class=bool(kinds - {""}), reason="" if rate else "no betas are recorded")
+    reason = "" if rate else lacking(groups, ["betas"]) or "its betas are not one for each of two moments"
+    return replace(asked, betas=rate, known_class=bool(kinds - {""}), reason=reason)
 
 
 def first_moment_is_within_the_second(evidence: StepEvidence) -> Judgement:
@@ -343,7 +343,8 @@ INVARIANTS = (
                "save that was looked at records other betas, what is beyond is undetermined; where none is, betas are "
                "taken to have been those that are recorded.",
         hint="Don't resume from this step with this state. If most tensors are named and no class of optimizer is "
-             "recorded, see first whether it is Adam at all, and whether betas were changed some steps before.",
+             "recorded, see first whether it is Adam at all, whether betas were changed some steps before, and whether "
+             "[optimizer] in auditor.toml, if there is one, states the betas that were used.",
         needs=Needs.WEIGHTS, judge_step=first_moment_is_within_the_second, pairings=moment_pairings, one_fault=True,
         likely_causes=(
             LikelyCause("state, keyed by position, was put on another parameter", "facebookresearch/fairscale#380"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from auditor.invariants.optimizer_state import plain
@@ -35,6 +35,47 @@ class RecordedGroups:
     def of(self, name: str) -> Sequence[ParameterGroup]:
         """The groups that hold a tensor, or may hold it."""
         return self._by_name.get(name) or self._by_name.get(plain(name)) or self._others
+
+
+SETTINGS = {
+    "class": '"adamw"', "betas": "[β1, β2]", "lr": "… (or max_lr, a schedule's largest)", "eps": "…",
+    "weight_decay": "…",
+}  # fmt: skip
+"""What is to be known of Adam, as ``[optimizer]`` in auditor.toml states it."""
+STEP = ("betas", "lr", "eps", "weight_decay")
+"""What a step is computed from."""
+
+
+def lacking(groups: Sequence[ParameterGroup], needed: Iterable[str] = STEP) -> str:
+    """That some of the ``needed`` settings are not recorded, and how to state them; empty where all are.
+
+    Where one lacks, all are named that do: whoever states one can state them all.
+    """
+    known = [_known(group) for group in groups] or [frozenset[str]()]
+    if all(names.issuperset(needed) for names in known):
+        return ""
+    lacks = [name for name in SETTINGS if not all(name in names for names in known)]
+    listed, are = (f"{', '.join(lacks[:-1])} and {lacks[-1]}", "are") if lacks[1:] else (lacks[0], "is")
+    stated = ", ".join(f"{name} = {SETTINGS[name]}" for name in lacks)
+    return f"{listed} {are} not recorded; auditor.toml can state under [optimizer]: {stated}"
+
+
+def _known(group: ParameterGroup) -> frozenset[str]:
+    """Which of the settings a group records; of ``lr`` any rate counts that tells how large it was."""
+    names = {name for name, value in group.hyperparameters.items() if value is not None}
+    names |= {"lr"} if names & {"initial_lr", "max_lr"} else set()
+    # torch's Adam records no class, and alone has amsgrad.
+    return frozenset(names | ({"class"} if group.optimizer or "amsgrad" in names else set()))
+
+
+def why_no_rate(groups: Sequence[ParameterGroup]) -> str:
+    """Why it is not known how large a step was, or that there was any; empty where every group records its rate."""
+    rates = [number(group.hyperparameters.get("lr")) for group in groups]
+    if reason := lacking(groups, ["lr"]):
+        return reason
+    if None in rates:
+        return "the step's own learning rate is not recorded, and the largest of a schedule only bounds it from above"
+    return "" if all(rates) else "its learning rate is zero"
 
 
 def number(value: Hyperparameter) -> float | None:

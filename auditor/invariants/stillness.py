@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from auditor.invariants.motion_expected import ExpectedMotion
 from auditor.invariants.neighbours import TRAINED, Key, Neighbours
 from auditor.invariants.optimizer_state import plain
-from auditor.invariants.recorded import RecordedGroups, number
+from auditor.invariants.recorded import RecordedGroups, number, why_no_rate
 from auditor.model.catalog import Catalog, Role
 from auditor.model.dtype import Kind
 
@@ -147,8 +147,8 @@ class Stillness:
             return "no first moment of it was read in both saves, which would tell whether it was stepped"
         if first[0].lanes == first[1].lanes:
             return "its first moment stands still as well: it is frozen, got no gradient, or no step was taken"
-        if any(not rate for rate in self.rates(name)):
-            return "no learning rate is recorded, or it is zero"
+        if reason := why_no_rate([group for side in self._groups for group in side.of(name)]):
+            return reason
         dtype = self.neighbours.after.catalog.tensors[self.neighbours.shared[key][1]].dtype
         return self._expected.why_unmoved_by_last(name, self.neighbours.seen[key][1], dtype, min(self.rates(name)))
 

@@ -6,6 +6,7 @@ its parts are tried one by one, so that what lies before the end of a short file
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -165,7 +166,8 @@ class _Doing:
         buffer = _buffer(0, last - first)
         if last > first:
             self.handle(0).read_into(first, memoryview(buffer))  # type: ignore[arg-type]
-            self.result.num_bytes_read += last - first
+            # Gaps between small neighbours are read with them, and are no tensor's bytes.
+            self.result.num_bytes_read += min(last - first, int(sizes.sum()))
         for kind in np.unique(table.dtype).tolist():
             own = table.take(np.flatnonzero(table.dtype == kind))
             self.measure(buffer, self.unit.dtypes[kind], Runs(own.offset - first, own.length, own.start, own.row))
@@ -314,11 +316,12 @@ class _Doing:
         loaded = [self.load(batch, number, reach) for number, reach in enumerate(hulls)]
         starts = [part.starts() for part in batch_parts]
         for number, (first, last) in enumerate(hulls):
+            own = sum(math.prod(part.shape) * part.cell.sides[number].width for part in batch_parts)
             if batch_parts[0].cell.sides[number].row >= 0:
-                self.result.num_bytes_read += last - first
+                self.result.num_bytes_read += min(last - first, own)
                 self.measure_side(batch_parts, number, loaded[number], starts)
             else:
-                self.result.num_bytes_reread += last - first
+                self.result.num_bytes_reread += min(last - first, own)
         for at, part in enumerate(batch_parts):
             length = np.full(len(starts[at]), part.shape[-1], np.int64)
             for tally, left, right in part.cell.pairs:

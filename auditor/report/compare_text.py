@@ -50,7 +50,7 @@ def compare_lines(found: Comparison, settings: Settings, *, verbose: bool = Fals
 def _read(found: Comparison) -> str:
     total = sum(step.num_bytes_read for step in found.steps)
     ledgers = " (digests from ledgers)" if found.from_ledgers else ""
-    return f"read {size(total)} of weights{ledgers} · {found.seconds:.1f} s"
+    return f"read {size(total)} of tensors{ledgers} · {found.seconds:.1f} s"
 
 
 def _step(step: StepComparison, found: Comparison, verbose: bool) -> Iterator[str]:

@@ -13,7 +13,7 @@ from auditor.model.finding import Finding, Interval, Location, Outcome
 from auditor.model.region import Box
 from auditor.reports import Report, RunReport
 from auditor.settings import MEANS, Settings
-from auditor.verdict import ExitCode, exit_code, exit_codes, step_verdict, verdict
+from auditor.verdict import ExitCode, counted, exit_code, exit_codes, step_verdict, verdict
 
 SCHEMA_VERSION = 1
 
@@ -58,6 +58,7 @@ def run_object(run: RunReport, settings: Settings, location: str) -> dict[str, A
             for step in run.steps
         ],
         "last_good_step": run.last_good.step if run.last_good else None,
+        "num_findings": counted(run.findings),
         "findings": [_finding(finding, run) for finding in run.findings],
         "undetermined": [
             {"id": identifier, "reason": reason, "num_subjects": count}

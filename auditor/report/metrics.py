@@ -30,8 +30,8 @@ def to_prometheus(result: Patrolled, now: float) -> str:
         ("patrol_duration_seconds", "How long it took.", [({}, result.seconds)]),
         ("patrol_exit_code", "Exit code of the last round.", [({}, float(result.exit_codes[0]))]),
         ("patrol_keys", "Keys listed.", [({}, float(result.num_keys))]),
-        ("patrol_bytes_read", "Bytes of weights read of what is new.", [({}, float(result.num_bytes_read))]),
-        ("patrol_bytes_reread", "Bytes of weights read again.", [({}, float(result.num_bytes_reread))]),
+        ("patrol_bytes_read", "Bytes of tensors read of what is new.", [({}, float(result.num_bytes_read))]),
+        ("patrol_bytes_reread", "Bytes of tensors read again.", [({}, float(result.num_bytes_reread))]),
         ("patrol_runs", "Runs by what became of them.", [
             ({"status": status.value}, float(result.count(status))) for status in Status
         ]),

@@ -18,7 +18,7 @@ def run_lines(outcome: RunOutcome) -> Iterator[str]:
     """One run: what became of it, and its findings."""
     good = f", last good step {outcome.last_good_step}" if outcome.last_good_step is not None else ""
     codes = f", exit code {outcome.exit_codes[0]}" if outcome.exit_codes else ""
-    read = f", {size(outcome.num_bytes_read)} of weights read" if outcome.num_bytes_read else ""
+    read = f", {size(outcome.num_bytes_read)} of tensors read" if outcome.num_bytes_read else ""
     yield visible(f"{outcome.path or '.'}: {outcome.status.value}{codes}{good}{read}")
     if outcome.detail:
         yield visible(f"  {outcome.detail}")
@@ -36,7 +36,7 @@ def summary_lines(result: Patrolled) -> Iterator[str]:
     counts = ", ".join(f"{count} {status.value}" for status in Status if (count := result.count(status)))
     yield f"{result.num_keys:,} keys, {len(result.runs)} runs: {counts or 'none'}"
     yield (
-        f"{size(result.num_bytes_read)} of weights read in {result.seconds:.1f} s; "
+        f"{size(result.num_bytes_read)} of tensors read in {result.seconds:.1f} s; "
         f"{len(result.new)} findings are new, {len(result.resolved)} are over"
     )
     if result.turn:

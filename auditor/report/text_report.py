@@ -16,11 +16,16 @@ from auditor.report.text_safety import visible
 from auditor.reports import Report, RunReport, StepReport
 from auditor.settings import Level
 from auditor.timeline.last_good import ABOUT_THE_RUN
-from auditor.verdict import exit_code, verdict
+from auditor.verdict import counted, exit_code, verdict
 
 MAX_TENSORS = 8
 """Tensors shown of a finding; the JSON report has all."""
 _COLOURS = {Severity.ERROR: "red", Severity.WARNING: "yellow", Severity.NOTE: "cyan"}
+_COUNTED = {
+    "error": ("error", "errors"), "warning": ("warning", "warnings"), "note": ("note", "notes"),
+    "waived": ("waived finding", "waived findings"),
+    "in_baseline": ("finding that the baseline knows", "findings that the baseline knows"),
+}  # fmt: skip
 _VERDICT_COLOURS = {"holds": "green", "violated": "red", "incomplete": "yellow", "undetermined": "yellow"}
 
 
@@ -59,8 +64,14 @@ def _run(run: RunReport, report: Report, verbose: bool) -> Iterator[str]:
 
 
 def _why_word(run: RunReport, report: Report) -> str:
-    strict = report.settings.strict and run.undetermined()
-    return " (--strict: undetermined fails)" if strict and verdict(run, report.settings) == "undetermined" else ""
+    """What the word is not the whole of: findings that don't fail, and what --strict adds."""
+    word = verdict(run, report.settings)
+    strict = report.settings.strict and run.undetermined() and word == "undetermined"
+    phrase = " (--strict: undetermined fails)" if strict else ""
+    if word == "violated":
+        return phrase
+    counts = counted(run.findings)
+    return phrase + "".join(f", {counts[key]} {_COUNTED[key][counts[key] > 1]}" for key in _COUNTED if counts[key])
 
 
 def _good_phrase(run: RunReport, report: Report) -> str:
@@ -102,7 +113,7 @@ def _read_phrase(run: RunReport) -> str:
     gone = [step.state.step for step in run.steps if step.state.deleted]
     again += f" ({_numbers(gone)} deleted since)" if gone else ""
     return (
-        f"{phrase}: read {size(seen.num_bytes_read)} of weights in {size(seen.num_bytes_total)} of files{again} · "
+        f"{phrase}: read {size(seen.num_bytes_read)} of tensors in {size(seen.num_bytes_total)} of files{again} · "
         f"{seen.num_tensors:,} tensors in {seen.num_pieces:,} pieces · {run.seconds:.1f} s"
     )
 

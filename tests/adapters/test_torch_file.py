@@ -215,7 +215,7 @@ def test_a_stale_file_is_told_by_the_step_that_it_records(run):
     report = audited(run)
     (finding,) = report.runs[0].findings
     assert (finding.id, finding.message) == (
-        "INT005", "its file records global_steps 4, the checkpoint's is 6",
+        "INT005", "its file records step 4, the checkpoint's is 6",
     )  # fmt: skip
     assert (finding.intervals[0].last_good, report.runs[0].last_good.step) == (4, 4)
 

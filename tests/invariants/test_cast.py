@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from auditor.invariants.recorded import lacking
 from auditor.invariants.registry import find
 from auditor.model.catalog import Role, Tensor
 from auditor.model.dtype import BFLOAT16, DTYPES, FLOAT16, FLOAT32
@@ -279,10 +280,11 @@ def test_a_second_moment_that_is_secretly_of_low_precision():
         ({"steps": None, "step_number": 1}, "fewer than 8 optimizer steps were taken"),
         ({"group": {**ADAM, "initial_lr": 1e-3}},
          "the learning rate follows a schedule, which may have begun with steps at zero"),
-        ({"group": {**ADAM, "lr": 0.0}}, "its steps may have been below rounding"),
+        ({"group": {**ADAM, "lr": 0.0}}, "its learning rate is zero"),
         ({"group": {**ADAM, "lr": 1e-12}}, "its steps may have been below rounding"),
-        ({"group": {"betas": (0.9, 0.999)}}, "no learning rate is recorded"),
-        ({"group": None}, "no learning rate is recorded"),
+        ({"group": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}},
+         "lr is not recorded; auditor.toml can state under [optimizer]: lr = … (or max_lr, a schedule's largest)"),
+        ({"group": None}, lacking(())),
         ({"m": np.full(SHAPE, 1e-18, np.float32), "v": np.full(SHAPE, 1e-36, np.float32)},
          "its steps may have been below rounding"),
     ],

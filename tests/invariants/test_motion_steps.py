@@ -90,7 +90,7 @@ def reasons(run, identifier):
     ("skipped steps", "MOT009", "no optimizer step was counted for it since the save before"),
 ])  # fmt: skip
 def test_what_can_not_be_judged_says_why(tmp_path, name, identifier, reason):
-    assert reason in reasons(HEALTHY[name].run(tmp_path), identifier)
+    assert any(told.startswith(reason) for told in reasons(HEALTHY[name].run(tmp_path), identifier))
 
 
 def test_weights_of_few_bits_are_not_replayed(tmp_path):

@@ -9,6 +9,7 @@ from auditor.adapters.adapter import Options
 from auditor.audit import audit
 from auditor.configuration import make_settings
 from auditor.errors import UsageError
+from auditor.invariants.recorded import lacking
 from auditor.model.finding import Outcome
 from auditor.settings import Settings
 from auditor.stated_optimizer import stated_optimizer
@@ -43,13 +44,25 @@ def test_without_a_word_of_the_user_betas_are_not_known():
     assert found.counts("MOT012")[Outcome.HOLDS] == found.counts("MOT003")[Outcome.HOLDS] * 4 == 20
     for identifier in ("MOT009", "MOT010", "MOT013", "OPT011"):
         assert found.counts(identifier)[Outcome.HOLDS] == 0
-        assert {why for name, why in found.reasons("undetermined") if name == identifier} == {"no betas are recorded"}
+        assert {why for name, why in found.reasons("undetermined") if name == identifier} == {lacking(())}
 
 
 def test_what_is_stated_is_judged_by():
     found = audited(RUN, STATED)
     assert found.findings == []
     assert [found.counts(name)[Outcome.HOLDS] for name in ("MOT009", "MOT010", "MOT013", "OPT011")] == [20, 20, 5, 24]
+
+
+@pytest.mark.parametrize(("lacks", "reason"), [
+    ("weight_decay", "weight_decay is not recorded; auditor.toml can state under [optimizer]: weight_decay = …"),
+    ("class", "neither the optimizer's class is recorded"),
+    ("max_lr", "lr is not recorded; auditor.toml can state under [optimizer]: lr = … (or max_lr"),
+])  # fmt: skip
+def test_what_is_not_stated_is_named(lacks, reason):
+    found = audited(RUN, {key: value for key, value in STATED.items() if key != lacks})
+    assert found.counts("MOT009")[Outcome.HOLDS] == 20
+    (told,) = {why for name, why in found.reasons("undetermined") if name == "MOT010"}
+    assert told.startswith(reason)
 
 
 @pytest.mark.parametrize(("role", "by", "identifier"), [

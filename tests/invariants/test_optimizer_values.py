@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from auditor.invariants.moment_bound import moment_bound
-from auditor.invariants.recorded import Betas
+from auditor.invariants.recorded import Betas, lacking
 from auditor.invariants.registry import find
 from auditor.model.catalog import Role
 from auditor.model.dtype import BFLOAT16, FLOAT16, FLOAT32
@@ -240,14 +240,15 @@ def with_group(group, optimizer="", m_scale=1.0, num=1):
 @pytest.mark.parametrize(
     ("group", "optimizer", "reason"),
     [
-        (None, "", "no parameter group is recorded; [optimizer] in auditor.toml may state it"),
-        ({"lr": 1e-3}, "", "no betas are recorded"),
-        ({"betas": (0.9, 0.99, 0.999)}, "", "no betas are recorded"),
+        (None, "", lacking(())),
+        ({"max_lr": 1e-3, "weight_decay": 0.0}, "", 'class, betas and eps are not recorded; auditor.toml can state '
+         'under [optimizer]: class = "adamw", betas = [β1, β2], eps = …'),
+        ({"betas": (0.9, 0.99, 0.999)}, "", "its betas are not one for each of two moments"),
         ({"betas": (0.95, 0.9)}, "", "beta1² is not below beta2, so no bound follows"),
         (ADAM, "mystery", "how its optimizer keeps moments is not known"),
         ({**ADAM, "d": 1e-6}, "", "its hyperparameters are not those of plain Adam"),
     ],
-)
+)  # fmt: skip
 def test_what_leaves_it_undetermined(group, optimizer, reason):
     for scale in (1, 1000):
         judged = with_group(group, optimizer, scale)
