@@ -43,6 +43,10 @@ _RANDOM = frozenset({"rng", "rngs", "key", "keys", "rng_key", "rng_keys", "prng"
                      "rng_state", "training_key", "init_rng", "noise_rng", "dropout_key", "random_key"})  # fmt: skip
 _STATISTICS = frozenset({"mean", "var", "running_mean", "running_var"})
 """What normalisation layers keep beside their parameters; parameters if the optimizer has moments for them."""
+_WEIGHTS = frozenset({"kernel", "embedding", "scale", "bias", "weight"})
+"""What Flax's layers call their parameters."""
+_TRUNK = "model"
+"""What transformers calls the model below a head: ``{"model": …, "lm_head": …}`` in its ``flax_model.msgpack``."""
 _ROLES = {
     "mu": Role.FIRST_MOMENT, "m": Role.FIRST_MOMENT, "grad_ema": Role.FIRST_MOMENT, "nu": Role.SECOND_MOMENT,
     "v": Role.SECOND_MOMENT, "grad_sq_ema": Role.SECOND_MOMENT,
@@ -125,10 +129,18 @@ class OptaxTree:
             if prefix is not None:
                 models[root] = self._past_collections(prefix, outside)
         if not models:
-            named = named_models(outside) or ([()] if len(outside) == len(self.paths) else [])
+            alone = len(outside) == len(self.paths)
+            named = [] if alone and self._is_model() else named_models(outside)
+            named = named or ([()] if alone else [])
             # Without an optimizer, only the order of what is found counts.
             return {(str(at),): self._past_collections(model, outside) for at, model in enumerate(named)}
         return models
+
+    def _is_model(self) -> bool:
+        """Whether the state is a model with a head, whose trunk is called what a trainer calls all of a model."""
+        tops = {path[0] for path in self.paths if path[-1] in _WEIGHTS}
+        beside = (EMAS.fullmatch(top) or MASTERS.fullmatch(top) or top in BUFFERS for top in tops)
+        return tops > {_TRUNK} and not any(beside)
 
     @cached_property
     def _rests(self) -> Mapping[Path, list[Path]]:

@@ -186,6 +186,22 @@ def test_a_module_may_be_called_opt():
     assert names(of, Role.PARAMETER) == {"opt.mu.kernel", "mu.nu"}
 
 
+def test_a_head_beside_a_trunk_called_model_is_a_parameter():
+    """`FlaxLlamaForCausalLM.save_pretrained` keeps it so."""
+    dtype = DTYPES["float32"]
+    trunk = [Leaf(("model", *path), dtype, (2,)) for path in (("norm", "weight"), ("embed_tokens", "embedding"))]
+    head = Leaf(("lm_head", "kernel"), dtype, (2, 2))
+    expected = {"model.norm.weight", "model.embed_tokens.embedding", "lm_head.kernel"}
+    assert names(OptaxTree([*trunk, head]), Role.PARAMETER) == expected
+    # An average, statistics, a step beside what a trainer calls its model are none.
+    others = [
+        Leaf(("ema", "norm", "weight"), dtype, (2,)),
+        Leaf(("batch_stats", "mean"), dtype, (2,)),
+        Leaf(("step",), dtype, ()),
+    ]
+    assert names(OptaxTree([*trunk, *others]), Role.PARAMETER) == {"norm.weight", "embed_tokens.embedding"}
+
+
 def test_many_leaves_take_no_time():
     """A state of 30,000 arrays: nothing in it is compared pair by pair."""
     dtype = DTYPES["float32"]
