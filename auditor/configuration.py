@@ -242,11 +242,11 @@ def waivers(configuration: Mapping[str, Any]) -> tuple[Waiver, ...]:
     return tuple(map(_waiver, tables))
 
 
-_MAP_KEYS = frozenset({"from", "to", "transpose", "stack", "split", "sizes", "groups", "unstack"})
+_MAP_KEYS = frozenset({"from", "to", "transpose", "stack", "split", "sizes", "groups", "unstack", "within"})
 
 
 def name_map(configuration: Mapping[str, Any]) -> tuple[NameRule, ...]:
-    """``[[map]]``: ``from`` and ``to``; ``transpose``, ``stack``, ``unstack``, ``split``, ``sizes``, ``groups``.
+    """``[[map]]``: ``from`` and ``to``, and how a tensor is moved: the fields of :class:`NameRule`.
 
     Raises:
         UsageError: an unknown key, or a rule that can't be followed.
@@ -261,7 +261,9 @@ def _rule(table: Mapping[str, Any]) -> NameRule:
     source, to = str(table.get("from", "")), table.get("to", "")
     targets = tuple(map(str, to)) if isinstance(to, list) else (str(to),)
     order = table.get("transpose", False)
-    numbers = [table.get(key, 0) for key in ("stack", "split", "groups", "unstack")] + list(table.get("sizes", ()))
+    numbers = [table.get(key, 0) for key in ("stack", "split", "groups", "unstack", "within")] + list(
+        table.get("sizes", ())
+    )
     numbers += order if isinstance(order, list) else []
     unknown = sorted(table.keys() - _MAP_KEYS)
     if unknown or not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers):
@@ -270,7 +272,7 @@ def _rule(table: Mapping[str, Any]) -> NameRule:
     rule = NameRule(
         source, targets, (tuple(order) if isinstance(order, list) else ()) if order else None,
         table.get("stack"), table.get("split", 0), tuple(table.get("sizes", ())), table.get("groups", 1),
-        table.get("unstack"),
+        table.get("unstack"), table.get("within", 1),
     )  # fmt: skip
     if flaw := rule.flaw():
         raise UsageError(f"[[map]] {source}: {flaw}")

@@ -32,6 +32,7 @@ OWN = "the numbers themselves"
 SCALED = "a sum that is not averaged, a loss or clipping scaled otherwise"
 GRADIENT = "NVIDIA/Megatron-LM#673; NVIDIA/Megatron-LM#906"
 CLIPPED = "deepspeedai/DeepSpeed#1801"
+_ZERO_CENTRED = "huggingface/transformers GemmaRMSNorm; megatron-core layernorm_zero_centered_gamma"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,10 @@ def explanation_of(
     if not 0 < found.relative < math.inf:
         return None
     copied = threshold is not None and threshold.stored
-    fits = [*_factor(pair, found, limit, setting, copied=copied), *_parts(pair, tensors, found, limit, setting)]
+    fits = [
+        *_offset(pair, found), *_factor(pair, found, limit, setting, copied=copied),
+        *_parts(pair, tensors, found, limit, setting),
+    ]  # fmt: skip
     least = min((one.rest for one in fits), default=0.0)
     # What is left within rounding is explained, by whichever leaves it.
     best = [one for one in fits if one.rest <= max(ALIKE * least, rounding / found.relative)]
@@ -78,6 +82,18 @@ def explanation_of(
         return best[0] if best else None
     sources = "; ".join(dict.fromkeys(one.source for one in best))
     return Explanation(f"one of: {'; or '.join(one.text for one in best)}", sources, least)
+
+
+def _offset(pair: Pair, found: Distance) -> Iterator[Explanation]:
+    """One number, added to every element of a weight."""
+    away, count = found.sums[1] - found.sums[0], found.num_summed
+    if pair.role not in (Role.PARAMETER, Role.MASTER, Role.EMA) or count < 2:
+        return
+    rest = math.sqrt(max(0.0, 1 - away**2 / count / found.apart))
+    if rest < SAME_FACTOR:
+        size = math.copysign(found.largest, away)
+        text = f"every element is the reference's and {size:.4g}: an offset, as of norms whose weights lie around 0"
+        yield Explanation(text, _ZERO_CENTRED, rest)
 
 
 def _factor(

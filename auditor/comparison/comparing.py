@@ -22,6 +22,7 @@ from auditor.comparison.records import Recorded, explaining, recorded, recorded_
 from auditor.comparison.rounding import counted_steps, model_of
 from auditor.comparison.seeing import Views, views_of
 from auditor.comparison.shared_causes import ARITHMETIC, Shared, shared_causes
+from auditor.comparison.siblings import rejoined
 from auditor.comparison.side import Progress, Side, open_side
 from auditor.comparison.together import CommonFactor, common_factor, following, with_factor
 from auditor.errors import NothingToAuditError
@@ -210,6 +211,7 @@ class _UnderWay:
                 same.settled(row, bench.narrower(row.pair), one_dtype=bench.one_dtype(row.pair)) if row.amount else row
                 for row in rows
             ]
+        rows = rejoined(rows, left, bench.candidate)
         if self.choices.power:
             rows = [bench.powered(row, measures.get(at), same) for at, row in enumerate(rows)]
         wrong = {row.pair.name for row in rows if row.pair.role is Role.FIRST_MOMENT and row.standing in SUSPECT}

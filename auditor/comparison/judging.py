@@ -10,7 +10,7 @@ import numpy as np
 
 from auditor.comparison.holding import Holding, Key, Lanes
 from auditor.comparison.lockstep import Distance, Stored, measure
-from auditor.comparison.matching import Pair
+from auditor.comparison.matching import Pair, is_computed
 from auditor.comparison.one_set import MOMENTS, SAME_NUMBERS, UNRELATED, WEIGHTS, OneSet, standing_of, stored_twice
 from auditor.comparison.outcome import DIFFERENT, Amount, Compared, Standing
 from auditor.comparison.permutation import explain_order
@@ -19,15 +19,15 @@ from auditor.comparison.precision import COARSENED, narrowed, share_coarse
 from auditor.comparison.replaying import Left, left_over
 from auditor.comparison.rounding import IN_COMMON, Model, Motion, Threshold, of_moment, of_weight, uncertainty
 from auditor.comparison.softness import motion_of
+from auditor.comparison.vocabulary import in_common
 from auditor.model.catalog import Role, Tensor
 from auditor.model.dtype import DType
 from auditor.view.assemble import SourceLostError
 
-VOCABULARY = ("embed", "wte", "lm_head", "output_layer")
-"""Parts of the names of tensors with a row a token, which some pad."""
 COARSE = 0.99
 """Of a gradient's elements: from here on they are taken for numbers of a narrower dtype."""
 VAGUE = "calibrate with reruns of the reference"
+COMPUTED = "it follows from sizes alone, and is no part of what was trained"
 EXACT = Threshold(0.0, "numbers of this dtype are equal, or they are others", "derived")
 
 
@@ -60,7 +60,7 @@ class Bench:
         left, right = self.reference.tensors[pair.reference], self.candidate.tensors[pair.candidate]
         row = Compared(pair, Standing.UNDETERMINED, shown=self.candidate.renamed.get(right.name, ""))
         if left.shape != right.shape:
-            padded = self._padded(row, left, right)
+            padded = self._padded(row)
             if padded is not None:
                 return padded, None
             return replace(row, standing=Standing.SHAPE, detail=_shapes(left.shape, right.shape)), None
@@ -76,31 +76,24 @@ class Bench:
         except SourceLostError as error:
             return replace(row, detail=str(error)), None
 
-    def _padded(self, row: Compared, left: Tensor, right: Tensor) -> Compared | None:
-        """A vocabulary that one side pads: the rows that both have; None where it is none, or can't be read."""
-        alike = left.shape[1:] == right.shape[1:] and left.dtype == right.dtype and len(left.shape) > 1
-        known = any(word in left.name for word in VOCABULARY)
-        if not (alike and known and self.reference.source and self.candidate.source):
-            return None
+    def _padded(self, row: Compared) -> Compared | None:
+        """A vocabulary that one side pads; None where it is none, or can't be read."""
         own, theirs = row.pair.reference or 0, row.pair.candidate or 0
-        count = min(left.shape[0], right.shape[0])
-        try:
-            apart = measure(
-                Stored(self.reference.source, own), Stored(self.candidate.source, theirs), (count, *left.shape[1:])
-            )  # fmt: skip
-        except SourceLostError:
+        if self.reference.source is None or self.candidate.source is None:
             return None
-        longer = "candidate" if right.shape[0] > count else "reference"
-        rest = max(left.shape[0], right.shape[0]) - count
-        row = replace(row, detail=f"the first {count} rows; the {longer} has {rest} more, a vocabulary's padding")
-        if not apart.num_differ:
+        found = in_common(Stored(self.reference.source, own), Stored(self.candidate.source, theirs))
+        if found is None:
+            return None
+        row = replace(row, detail=found.text)
+        if not found.apart.num_differ:
             return replace(row, standing=Standing.EQUAL)
-        return self.against(replace(row, amount=amount_of(apart)))
+        return self.against(replace(row, amount=amount_of(found.apart)))
 
     def _lone(self, pair: Pair) -> Compared:
-        if pair.candidate is None:
-            return Compared(pair, Standing.LACKING)
-        return Compared(pair, Standing.EXTRA, shown=self.candidate.renamed.get(pair.name, ""))
+        if pair.reference is not None:
+            return _alone(Compared(pair, Standing.LACKING), self.reference.tensors[pair.reference])
+        shown = self.candidate.renamed.get(pair.name, "")
+        return _alone(Compared(pair, Standing.EXTRA, shown=shown), self.candidate.tensors[pair.candidate or 0])
 
     def _equal(self, own: Sequence[int], theirs: Sequence[int]) -> bool:
         """Whether the replicas of both sides hold the same, also where those of one side drifted apart."""
@@ -139,7 +132,7 @@ class Bench:
             return row
         other = self._elsewhere(right)
         if other:
-            return replace(row, holds=other, detail=_joined(known, f"holds the reference's {other}"))
+            return self._misplaced(replace(row, holds=other, detail=_joined(known, f"holds the reference's {other}")))
         narrow = narrowed(left, right)
         if narrow:
             detail = f"the reference's numbers, rounded to {narrow} on their way"
@@ -153,6 +146,12 @@ class Bench:
         row = next(r for r in self.candidate.rows[right.number] if self.candidate.contents.replica[r] == right.replica)
         what = right.tensor
         return self.contents.get((what.role, what.dtype.name, what.shape, self.candidate.lanes(row)), "")
+
+    def _misplaced(self, row: Compared) -> Compared:
+        """What holds another tensor's numbers; of constants (a fresh norm) that says nothing."""
+        totals = self.candidate.contents.totals[self.candidate.rows[row.pair.candidate or 0][0]]
+        says = row.standing is Standing.UNDETERMINED and totals["minimum"] != totals["maximum"]
+        return replace(row, standing=Standing.BEYOND) if says else row
 
     def _same_values(self, pair: Pair) -> bool:
         """Whether both may hold the same numbers in another order."""
@@ -353,6 +352,11 @@ def amount_of(apart: Distance) -> Amount:
         apart.relative, apart.num_differ, apart.num_elements, apart.largest, apart.first, apart.length,
         spread=apart.spread, num_far=apart.num_far, num_larger=apart.num_larger,
     )  # fmt: skip
+
+
+def _alone(row: Compared, tensor: Tensor) -> Compared:
+    """What one side alone has; a mask or a table of frequencies is no loss."""
+    return replace(row, computed=True, detail=COMPUTED) if is_computed(tensor) else row
 
 
 def _odd(amount: Amount) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,6 +32,10 @@ class Filter:
 
 
 EVERYTHING = Filter()
+_MASK = re.compile(r"(?:.*\.)?(?:attn|attention)\.bias")
+_COMPUTED = re.compile(
+    r"(?:.*\.)?(?:freqs_cis|inv_freq|masked_bias|position_ids|(?:de|en)coder\.version|rotary_emb\.(?:cos|sin)_cached)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +149,15 @@ def module_of(name: str) -> str:
     ('layers.0.norm', '')
     """
     return name.rpartition(".")[0]
+
+
+def is_computed(tensor: Tensor) -> bool:
+    """Whether a tensor is a mask, a table of frequencies, or a version: some files hold them, and no loader needs them.
+
+    Source: what transformers' models ignore when they load, ``_keys_to_ignore_on_load_unexpected``.
+    """
+    mask = tensor.shape[:2] == (1, 1) and len(tensor.shape) == 4 and _MASK.fullmatch(tensor.name)
+    return bool(mask or _COMPUTED.fullmatch(tensor.name))
 
 
 def tied_to(holding: Holding, number: int, matched: Sequence[int]) -> Tensor | None:

@@ -75,6 +75,8 @@ class OneSet:
             return row
         threshold = self.threshold(dtype)
         detail = f"{self.share:.1%} of what was trained is equal, or rounded once: no training came between"
+        # How far training leads apart is beside the point now; that its replicas differ is not.
+        detail = "; ".join((*(part for part in row.detail.split("; ") if "replicas" in part), detail))
         if amount.num_far < 0 and amount.relative <= threshold.relative:
             return row
         if amount.num_far or amount.relative > threshold.relative:

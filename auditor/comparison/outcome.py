@@ -108,6 +108,8 @@ class Compared:
     power: Power | None = None
     shown: str = ""
     """What the candidate's own files call it, where that differs."""
+    computed: bool = False
+    """Whether its name says that it follows from sizes alone: nothing is lost with it."""
 
     @property
     def margin(self) -> float:
@@ -121,6 +123,7 @@ class Compared:
         """How bad it is; None where nothing is wrong."""
         if self.standing in DIFFERENT:
             minor = self.pair.role in (Role.BUFFER, Role.COUNTER) and self.standing is not Standing.BEYOND
+            minor = minor or (self.computed and self.standing in (Standing.LACKING, Standing.EXTRA))
             # A converter that keeps more state than there was (masters of tied names) takes nothing away.
             more = self.standing is Standing.EXTRA and self.pair.role is not Role.PARAMETER
             return Severity.WARNING if minor or more else Severity.ERROR

@@ -13,6 +13,8 @@ from auditor.model.catalog import c_strides
 from auditor.model.dtype import Kind
 from auditor.observe.digest import block_keys
 
+PERIODIC = "in each of"
+"""What a description says before the stretches of one tensor that all are in one other order."""
 MAX_LINES = 1 << 22
 """Rows of a dim that are told apart: 32 MB of hashes a side."""
 
@@ -80,11 +82,16 @@ def described(order: NDArray[np.int64]) -> str:
 
     >>> described(np.array([2, 3, 0, 1])), described(np.array([1, 2, 0])), described(np.array([0, 2, 1, 3]))
     ('halves exchanged', 'rolled by 1', 'interleaved: 2 × 2 blocks of 1 read the other way round')
+    >>> described(np.array([0, 2, 1, 3, 4, 6, 5, 7]))
+    'interleaved: 2 × 2 blocks of 1 read the other way round, in each of 2 stretches of 4'
     """
     count = len(order)
     block = _block(order)
     if block * 2 == count:
         return "halves exchanged"
+    stretch = _stretch(order)
+    if stretch < count:
+        return f"{described(order[:stretch])}, {PERIODIC} {count // stretch} stretches of {stretch}"
     shift = (np.arange(count) - order) % count
     if (shift == shift[0]).all():
         return f"rolled by {int(min(shift[0], count - shift[0]))}"
@@ -99,6 +106,17 @@ def described(order: NDArray[np.int64]) -> str:
         return f"reversed, in blocks of {block}"
     named = ", ".join(map(str, blocks[:8].tolist())) + (", …" if len(blocks) > 8 else "")
     return f"{len(blocks)} blocks of {block} in the order {named}"
+
+
+def _stretch(order: NDArray[np.int64]) -> int:
+    """Lines of the smallest equal stretches that all are in one other order, each in itself; all where none are."""
+    count = len(order)
+    for size in range(2, count // 2 + 1):
+        if count % size == 0:
+            inside = order.reshape(-1, size) - np.arange(0, count, size)[:, None]
+            if (inside == inside[0]).all() and inside[0].min() == 0 and inside[0].max() == size - 1:
+                return size
+    return count
 
 
 def _block(order: NDArray[np.int64]) -> int:

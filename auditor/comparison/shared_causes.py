@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from auditor.comparison.causes import CLIPPED, GRADIENT, OWN, SAME_FACTOR, SCALED, Setting
 from auditor.comparison.matching import module_of
 from auditor.comparison.outcome import SUSPECT, Compared, Explanation, Standing
+from auditor.comparison.permutation import PERIODIC
 from auditor.comparison.precision import COARSENED
 from auditor.comparison.together import CommonFactor, factor_cause
 from auditor.invariants.related import layer
@@ -19,7 +20,9 @@ from auditor.model.finding import LikelyCause
 MOST = 0.8
 """Where more of the gradients differ, the fault lies where all of them come from."""
 _WEIGHTS = (Role.PARAMETER, Role.MASTER, Role.EMA)
-_EXPERT = re.compile(r"experts\.[0-9]+\.")
+_EXPERT = re.compile(r"(\S*experts\.)([0-9]+)(\.\S*)")
+_TURNED = re.compile(r"(?:^|\.)(?:q|k|wq|wk|query|key|q_proj|k_proj)\.(?:weight|bias|kernel)$")
+_ROTARY = "huggingface/transformers convert_llama_weights_to_hf.permute"
 _NORMS = "NVIDIA/Megatron-LM#1446; NVIDIA/Megatron-LM#599"
 _TIED = "NVIDIA/Megatron-LM#656"
 _OVERLAP = "deepspeedai/DeepSpeed#1801; NVIDIA/Megatron-LM#656"
@@ -41,7 +44,7 @@ class Shared:
 def shared_causes(rows: Sequence[Compared], factor: CommonFactor | None, setting: Setting) -> Shared:
     """What all that is wrong looks like, each cause once; ``factor``: that of all gradients, where they share one."""
     bad = [row for row in rows if row.standing in SUSPECT]
-    causes = [*_of_weights(rows, bad), *_experts(rows)]
+    causes = [*_of_weights(rows, bad), *_experts(rows), *_rotary(rows)]
     gathered = set[Explanation]()
     whole = 0.0 if factor is None else factor.factor
     if factor is not None:
@@ -168,11 +171,19 @@ def _places(gradients: Sequence[Compared], num_moments: int, *, told: bool) -> I
 
 
 def _experts(rows: Sequence[Compared]) -> Iterator[LikelyCause]:
-    """Experts of one layer that hold each other's weights."""
-    moved = [row for row in rows if "experts." in row.pair.name and _EXPERT.search(row.holds)]
+    """Experts of one layer that hold each other's weights, or one of them twice."""
+    moved = []
+    for row in rows:
+        here, there = _EXPERT.fullmatch(row.pair.name), _EXPERT.fullmatch(row.holds)
+        if here and there and (here[1], here[3]) == (there[1], there[3]):
+            moved.append((row, here, there))
     if not moved:
         return
-    layers = {layer(row.pair.name) for row in moved}
+    if {here[0] for _, here, _ in moved} != {there[0] for _, _, there in moved}:
+        _, here, there = moved[0]
+        yield LikelyCause(f"expert {there[2]} is there twice, and what expert {here[2]} was is lost", OWN)
+        return
+    layers = {layer(row.pair.name) for row, _, _ in moved}
     routers = [
         row for row in rows if row.standing is Standing.REORDERED and layer(row.pair.name) in layers
         and row.pair.name.endswith(("router.weight", "gate.weight"))
@@ -182,6 +193,16 @@ def _experts(rows: Sequence[Compared]) -> Iterator[LikelyCause]:
         else "and the router's rows are not: tokens go to other experts than they were meant for"
     )  # fmt: skip
     yield LikelyCause(f"experts are in another order, {rest}", OWN)
+
+
+def _rotary(rows: Sequence[Compared]) -> Iterator[LikelyCause]:
+    """Queries and keys alone of which the rows of every head are in one other order."""
+    turned = [row for row in rows if row.standing is Standing.REORDERED and PERIODIC in row.detail]
+    if turned and all(_TURNED.search(row.pair.name) for row in turned):
+        yield LikelyCause(
+            "rows of queries and keys lie as another form of rotary embeddings wants them: neighbours that turn "
+            "together against halves of a head", _ROTARY,
+        )  # fmt: skip
 
 
 def _margin(row: Compared) -> float:

@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from auditor.model.catalog import Catalog, Piece, Role, Tensor, c_strides, placed_in_file
 from auditor.model.mesh import Coordinate, Replicate, Shard
@@ -21,6 +22,17 @@ from auditor.model.region import Box, as_boxes
 MAX_LAYERS = 1 << 12
 """Tensors into which one is taken apart."""
 _FIELD = re.compile(r"\{([a-z]\w{0,30})\}")
+
+
+@lru_cache(1 << 10)
+def _pattern(source: str) -> re.Pattern[str]:
+    """What fits the names that a rule is for."""
+    pattern, at = "", 0
+    for found in _FIELD.finditer(source):
+        kind = "[0-9]+" if found[1] == "n" else "[^.]+"
+        pattern += re.escape(source[at : found.start()]) + f"(?P<{found[1]}>{kind})"
+        at = found.end()
+    return re.compile(pattern + re.escape(source[at:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +54,14 @@ class NameRule:
     groups: int = 1
     """Equal stretches of the dim, each cut by itself: a target has its part of each, one after the other."""
     unstack: int | None = None
-    """The dim that is taken apart: its indices are the ``{n}`` of the target, which ``source`` lacks."""
+    """The dim that is taken apart: its indices are the ``{n}`` of the targets, which ``source`` lacks. ``split`` counts
+    the dims that are left."""
+    within: int = 1
+    """Equal stretches of the dim that stay where they are: each is cut in its groups, and its parts stay inside it."""
 
     def match(self, name: str) -> Mapping[str, str] | None:
         """The words of a name that fits."""
-        pattern, at = "", 0
-        for found in _FIELD.finditer(self.source):
-            kind = "[0-9]+" if found[1] == "n" else "[^.]+"
-            pattern += re.escape(self.source[at : found.start()]) + f"(?P<{found[1]}>{kind})"
-            at = found.end()
-        fit = re.fullmatch(pattern + re.escape(self.source[at:]), name)
+        fit = _pattern(self.source).fullmatch(name)
         return fit.groupdict() if fit else None
 
     def renamed(self, name: str) -> str:
@@ -69,19 +79,41 @@ class NameRule:
         if self.stack is not None and ("n" not in known or "n" in wanted or len(self.targets) > 1):
             return "to stack, {n} must be in from and not in to, which is one name"
         if self.unstack is not None:
-            if "n" in known or "n" not in wanted or len(self.targets) > 1 or self.stack is not None:
-                return "to unstack, {n} must be in to, which is one name, and not in from"
+            every = all("n" in _FIELD.findall(target) for target in self.targets)
+            if "n" in known or not every or self.stack is not None:
+                return "to unstack, {n} must be in every name of to, and not in from"
             wanted.discard("n")
         lacking = set(known) - wanted - ({"n"} if self.stack is not None else set())
         if wanted - set(known) or lacking:
             return "from and to need the same {words}"
         if self.transpose and sorted(self.transpose) != list(range(len(self.transpose))):
             return "transpose is true or an order of dims"
-        if self.groups < 1 or (self.groups > 1 and len(self.targets) < 2):
-            return "groups is a number of stretches that are cut, so to has several names (or one several times)"
+        for key, count in (("groups", self.groups), ("within", self.within)):
+            if count < 1 or (count > 1 and len(self.targets) < 2):
+                return f"{key} is a number of stretches that are cut, so to has several names (or one several times)"
         if self.sizes and (len(self.sizes) != len(self.targets) or min(self.sizes) < 1):
             return "sizes has one extent for each name in to"
         return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A part that is taken along one dim, and where it goes."""
+
+    dim: int
+    start: int
+    count: int
+    place: int
+    """Where it begins in the target."""
+    extent: int
+    """The target's."""
+    step: int = 1
+    """From one index that is taken to the next."""
+
+    def of(self, start: int, stop: int) -> range:
+        """Which of the indices that are taken, counted from the first of them, lie from ``start`` to ``stop``."""
+        first = max(0, -(-(start - self.start) // self.step))
+        return range(first, max(first, min(self.count, -(-(stop - self.start) // self.step))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +124,8 @@ class _Move:
     name: str
     order: tuple[int, ...]
     """The permutation of its dims."""
-    cut: tuple[int, int, int] | None = None
-    """Dim, start and stop of the part that is taken."""
-    into: tuple[int, int] = (0, 0)
-    """Of a part that is taken: where it begins in the target, and the target's extent."""
+    cuts: tuple[_Cut, ...] = ()
+    """What is taken of it; at most one along a dim."""
     stacked: tuple[int, int, int] | None = None
     """New dim, place on it, its extent."""
     dropped: int | None = None
@@ -104,8 +134,8 @@ class _Move:
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """What becomes of a tensor's shape."""
         found = [shape[dim] for dim in self.order]
-        if self.cut:
-            found[self.cut[0]] = self.into[1]
+        for cut in self.cuts:
+            found[cut.dim] = cut.extent
         if self.stacked:
             found.insert(self.stacked[0], self.stacked[2])
         if self.dropped is not None:
@@ -115,7 +145,7 @@ class _Move:
     @property
     def plain(self) -> bool:
         """Whether only the name changes."""
-        return self.cut is None and self.stacked is None and self.order == tuple(range(len(self.order)))
+        return not self.cuts and self.stacked is None and self.order == tuple(range(len(self.order)))
 
     def loses(self, how: Shard | Replicate) -> bool:
         """Whether an axis of the mesh cut the dim that is lost: what is left lies at one of its indices."""
@@ -143,7 +173,7 @@ def mapped(catalog: Catalog, rules: Sequence[NameRule]) -> Catalog:
     pieces, target = PiecesBuilder(), list[int]()
     for move in moves:
         old = catalog.tensors[move.number]
-        key = (old.role if move.stacked else move.number, move.name) if move.stacked or move.cut else len(tensors)
+        key = (old.role if move.stacked else move.number, move.name) if move.stacked or move.cuts else len(tensors)
         if key not in numbers:
             numbers[key] = len(tensors)
             placement = tuple((axis, move.placed(how)) for axis, how in old.placement if not move.loses(how))
@@ -157,14 +187,36 @@ def mapped(catalog: Catalog, rules: Sequence[NameRule]) -> Catalog:
     return _renamed(seen, catalog, moves)
 
 
+class _Rules:
+    """Rules in order. Those for one name each, of which a map may have one a tensor, are found without trying all."""
+
+    def __init__(self, rules: Sequence[NameRule]) -> None:
+        self.patterns = [(at, rule) for at, rule in enumerate(rules) if "{" in rule.source]
+        self.names: dict[str, tuple[int, NameRule]] = {}
+        for at, rule in enumerate(rules):
+            if "{" not in rule.source:
+                self.names.setdefault(rule.source, (at, rule))
+
+    def first(self, name: str) -> tuple[NameRule | None, Mapping[str, str] | None]:
+        """The first rule that fits, and the words of the name."""
+        last, known = self.names.get(name, (None, None))
+        for at, rule in self.patterns:
+            if last is not None and at > last:
+                break
+            words = rule.match(name)
+            if words is not None:
+                return rule, words
+        return known, None if known is None else {}
+
+
 def _moves(catalog: Catalog, rules: Sequence[NameRule]) -> Iterator[_Move]:
+    ordered = _Rules(rules)
     shapes = {tensor.name: tensor.shape for tensor in catalog.tensors if tensor.role is Role.PARAMETER}
     for number, tensor in enumerate(catalog.tensors):
         owner = tensor.name
         if tensor.role is Role.MOMENT and owner not in shapes:
             owner = parameter_of(owner)
-        fits = ((rule, words) for rule in rules if (words := rule.match(owner)) is not None)
-        rule, words = next(fits, (None, None))
+        rule, words = ordered.first(owner)
         same = tuple(range(len(tensor.shape)))
         of_shape = not tensor.dtype.packed and shapes.get(owner, tensor.shape) == tensor.shape
         if rule is None or words is None or not of_shape:
@@ -184,13 +236,13 @@ def _by_rule(
     if rule.unstack is not None:
         yield from _layers(rule, words, move, shape, suffix)
         return
-    names = [_FIELD.sub(lambda found: words[found[1]], target) + suffix for target in rule.targets]
+    names = _names(rule, words, suffix)
     if rule.stack is not None and rule.stack <= len(shape):
         yield replace(move, name=names[0], stacked=(rule.stack, int(words["n"]), 0))
     elif len(names) == 1:
         yield replace(move, name=names[0])
     elif rule.split < len(shape) and (sizes := _sizes(rule, shape[rule.split])):
-        yield from _cuts(rule, move, names, sizes)
+        yield from _cuts(rule, move, names, sizes, rule.split)
     else:
         yield replace(move, order=tuple(range(len(shape))))
 
@@ -198,38 +250,49 @@ def _by_rule(
 def _layers(
     rule: NameRule, words: Mapping[str, str], move: _Move, shape: Sequence[int], suffix: str
 ) -> Iterator[_Move]:  # fmt: skip
-    """Every index of a dim as a tensor of its own."""
+    """Every index of a dim as a tensor of its own, or as several where it is cut besides."""
     dim = rule.unstack if rule.unstack is not None and rule.unstack < len(shape) else None
-    if dim is None or shape[dim] > MAX_LAYERS:
+    left = [] if dim is None else [*range(dim), *range(dim + 1, len(shape))]
+    several = len(rule.targets) > 1
+    sizes = _sizes(rule, shape[left[rule.split]]) if several and rule.split < len(left) else ()
+    if dim is None or shape[dim] > MAX_LAYERS or (several and not sizes):
         yield replace(move, order=tuple(range(len(shape))))
         return
     for number in range(shape[dim]):
-        own = {**words, "n": str(number)}
-        name = _FIELD.sub(lambda found, own=own: own[found[1]], rule.targets[0]) + suffix  # type: ignore[misc]
-        yield replace(move, name=name, cut=(dim, number, number + 1), into=(0, 1), dropped=dim)
+        names = _names(rule, {**words, "n": str(number)}, suffix)
+        one = replace(move, name=names[0], cuts=(_Cut(dim, number, 1, 0, 1),), dropped=dim)
+        yield from _cuts(rule, one, names, sizes, left[rule.split]) if several else (one,)
 
 
-def _cuts(rule: NameRule, move: _Move, names: Sequence[str], sizes: Sequence[int]) -> Iterator[_Move]:
+def _names(rule: NameRule, words: Mapping[str, str], suffix: str) -> list[str]:
+    return [_FIELD.sub(lambda found: words[found[1]], target) + suffix for target in rule.targets]
+
+
+def _cuts(rule: NameRule, move: _Move, names: Sequence[str], sizes: Sequence[int], dim: int) -> Iterator[_Move]:
     """Every part of every group, to its place in the target; a name that comes several times has its parts in turn."""
     extents = {name: sum(size for own, size in zip(names, sizes, strict=True) if own == name) for name in names}
-    stride, low = sum(sizes) // rule.groups, 0
+    stride, low = sum(sizes) // rule.within // rule.groups, 0
     begun = dict.fromkeys(names, 0)
     for name, size in zip(names, sizes, strict=True):
-        length = size // rule.groups
-        for group in range(rule.groups):
-            start = group * stride + low
-            place = begun[name] + group * length
-            yield replace(
-                move, name=name, cut=(rule.split, start, start + length), into=(place, extents[name])
-            )  # fmt: skip
+        length = size // rule.within // rule.groups
+        for stretch in range(rule.within):
+            start = stretch * rule.groups * stride + low
+            place = stretch * extents[name] // rule.within + begun[name]
+            # Single lines at equal distances are one part with a stride: an attention has thousands of them.
+            parts = [_Cut(dim, start, rule.groups, place, extents[name], stride)] if length == 1 else [
+                _Cut(dim, start + group * stride, length, place + group * length, extents[name])
+                for group in range(rule.groups)
+            ]  # fmt: skip
+            yield from (replace(move, name=name, cuts=(*move.cuts, part)) for part in parts)
         low += length
-        begun[name] += size
+        begun[name] += size // rule.within
 
 
 def _sizes(rule: NameRule, extent: int) -> tuple[int, ...]:
     """Extents of the parts; none where they don't make up the dim, or don't fall into groups."""
     sizes = rule.sizes or (extent // len(rule.targets),) * len(rule.targets)
-    return sizes if sum(sizes) == extent and not any(size % rule.groups for size in sizes) else ()
+    each = rule.groups * rule.within
+    return sizes if sum(sizes) == extent and not any(size % each for size in sizes) else ()
 
 
 def _kept_apart(catalog: Catalog, moves: list[_Move]) -> list[_Move]:
@@ -267,13 +330,14 @@ def _add(pieces: PiecesBuilder, catalog: Catalog, piece: Piece, move: _Move, num
     for box in as_boxes(piece.region, tensor.shape):
         offset, strides = placed_in_file(piece, tensor.shape, box)
         start, stop, steps = ([side[dim] for dim in move.order] for side in (box.start, box.stop, strides))
-        if move.cut:
-            dim, low, high = move.cut
-            first, last = max(start[dim], low), min(stop[dim], high)
-            if first >= last:
-                continue
-            offset += (first - start[dim]) * steps[dim]
-            start[dim], stop[dim] = first - low + move.into[0], last - low + move.into[0]
+        taken = [cut.of(start[cut.dim], stop[cut.dim]) for cut in move.cuts]
+        if not all(taken):
+            continue
+        for cut, part in zip(move.cuts, taken, strict=True):
+            dim = cut.dim
+            offset += (cut.start + part.start * cut.step - start[dim]) * steps[dim]
+            start[dim], stop[dim] = cut.place + part.start, cut.place + part.stop
+            steps[dim] *= cut.step
         if move.stacked:
             dim, place, _ = move.stacked
             start.insert(dim, place)

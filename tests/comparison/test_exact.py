@@ -22,13 +22,14 @@ FIXTURES = ROOT / "tests" / "fixtures"
 MEGATRON, DEEPSPEED, DCP = FIXTURES / "megatron_dist", FIXTURES / "deepspeed", FIXTURES / "dcp"
 SETTINGS = make_settings({})
 SCHEMA = json.loads((ROOT / "auditor" / "report" / "compare.schema.json").read_text())
+VALIDATOR = jsonschema.validators.validator_for(SCHEMA)(SCHEMA)
 
 
 def compared(reference, candidate, **choices):
     """A comparison whose reports are as they must be."""
     found = auditor.compare(str(reference), str(candidate), **choices)
     document = json.loads(to_json(found, SETTINGS))
-    jsonschema.validate(document, SCHEMA)
+    VALIDATOR.validate(document)
     assert document["exit_code"] == int(exit_code(found, SETTINGS))
     assert "\n".join(compare_lines(found, SETTINGS, verbose=True))
     return found

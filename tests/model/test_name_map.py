@@ -1,6 +1,8 @@
 """Name maps: the same weights saved by torch and by JAX have one digest a tensor under a map."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from auditor.errors import UsageError
 from auditor.invariants.related import seen_whole
 from auditor.model.catalog import Role
 from auditor.model.name_map import collisions, mapped
-from auditor.model.region import coverage, whole
+from auditor.model.pieces_builder import PiecesBuilder
+from auditor.model.region import Box, coverage, whole
 from auditor.observe.one_pass import observe, wanted_rows
 from auditor.observe.shares import Everything
 from auditor.report.inspection import inspect_object
@@ -140,6 +143,44 @@ def test_a_fused_tensor_is_cut_and_any_order_of_dims_taken():
         np.testing.assert_array_equal(values(store, seen, name), whole_array[at : at + 1])
 
 
+@pytest.mark.parametrize("cuts", [(), (5, 6), (1, 2, 7)], ids=str)
+def test_rows_of_every_head_are_taken_apart_inside_of_it(cuts):
+    """Pairs of neighbours as halves, head by head, also where a head is stored in parts."""
+    rows = np.arange(24, dtype=np.float32).reshape(12, 2)
+    store, catalog = state(w=rows)
+    (piece,) = (catalog.pieces[row] for row in range(len(catalog.pieces)))
+    pieces = PiecesBuilder()
+    for start, stop in pairwise((0, *cuts, 12)):
+        pieces.add(0, piece.file, piece.offset + start * 8, Box((start, 0), (stop, 2)), piece.coordinate)
+    rule = {"from": "w", "to": ["w", "w"], "within": 2, "groups": 3}
+    seen = mapped(replace(catalog, pieces=pieces.build()), name_map({"map": [rule]}))
+    expected = rows.reshape(2, 3, 2, 2).swapaxes(1, 2).reshape(12, 2)
+    np.testing.assert_array_equal(values(store, seen, "w"), expected)
+    if not cuts:
+        assert len(seen.pieces) == 4
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_stack_of_fused_tensors_is_taken_apart(dim):
+    stack = np.arange(36, dtype=np.float32).reshape(2, 6, 3)
+    store, catalog = state(experts=np.ascontiguousarray(np.moveaxis(stack, 0, dim)))
+    rule = {"from": "experts", "to": ["e.{n}.gate", "e.{n}.up"], "unstack": dim, "split": 0}
+    seen = mapped(catalog, name_map({"map": [rule]}))
+    assert len(seen.tensors) == 4
+    for at, one in enumerate(stack):
+        np.testing.assert_array_equal(values(store, seen, f"e.{at}.gate"), one[:3])
+        np.testing.assert_array_equal(values(store, seen, f"e.{at}.up"), one[3:])
+    odd = {**rule, "to": ["e.{n}.gate", "e.{n}.up", "e.{n}.up", "e.{n}.up"]}
+    assert [tensor.name for tensor in mapped(catalog, name_map({"map": [odd]})).tensors] == ["experts"]
+
+
+def test_the_first_rule_counts_whether_it_is_for_one_name_or_for_many():
+    _, catalog = state(a=np.ones(2, np.float32), b=np.ones(2, np.float32))
+    rules = [("b", "x"), ("{w}", "any_{w}"), ("a", "y"), ("b", "z")]
+    seen = mapped(catalog, name_map({"map": [{"from": one, "to": other} for one, other in rules]}))
+    assert [tensor.name for tensor in seen.tensors] == ["any_a", "x"]
+
+
 def test_moments_go_with_their_parameters():
     catalog = mapped(catalog_of(LocalStore(SAME / "fsdp2_2")), name_map(MAP))
     shapes = {(t.role.value, t.name): t.shape for t in catalog.tensors}
@@ -166,6 +207,8 @@ def test_rules_that_lead_two_tensors_to_one_name_are_told():
         ({"from": "a", "to": "b", "stack": 0}, "to stack"),
         ({"from": "a", "to": "b", "transpose": [0, 0]}, "order of dims"),
         ({"from": "a", "to": ["b", "c"], "sizes": [1]}, "one extent for each"),
+        ({"from": "a", "to": "b", "within": 2}, "within is a number of stretches"),
+        ({"from": "a", "to": ["{n}.b", "c"], "unstack": 0}, "to unstack"),
         ({"from": "a", "to": "b", "split": -1}, "whole numbers"),
         ({"from": "a", "to": "b", "turn": 1}, "unknown key turn"),
     ],
