@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -15,11 +15,11 @@ from auditor import __version__
 from auditor.errors import AuditorError, LockedError, NothingToAuditError, UsageError
 
 from auditor.cli_options import (  # isort: skip
-    Baseline, Bisect, BudgetBytes, BudgetSeconds, Calibrate, CandidatePath, ComputeDtype, Config, Exact, FailOn,
-    Format, Ignore, JUnit, Kernels, LearningRate, LedgerPath, LevelName, Lines, MapName, MaxBytes, Only, PatrolLedger,
-    PatrolRoot, Power, Prometheus, Propose, ReferencePath, Rename, Reread, Resume, RunPath, RunPaths, RunsOf,
-    Scheduler, Select, Settle, ShardOf, Shards, Steps, Strict, StrictBuffers, Tensors, Threads, Tokens, Verbose,
-    Webhook, Without, folder_of_shares, json_is_wanted, parse_path, parse_share, text_or_json,
+    AllOfIt, Baseline, Bisect, BudgetBytes, BudgetSeconds, Calibrate, CandidatePath, ComputeDtype, Config, Exact,
+    FailOn, Format, Ignore, JUnit, Kernels, LearningRate, LedgerPath, LevelName, Lines, MapName, MaxBytes, Only,
+    PatrolLedger, PatrolRoot, Power, Prometheus, Propose, ReferencePath, Rename, Reread, Resume, RunPath, RunPaths,
+    RunsOf, Scheduler, Select, Settle, ShardOf, Shards, Steps, Strict, StrictBuffers, Tensors, Threads, Tokens, Verbose,
+    Webhook, Without, example, folder_of_shares, json_is_wanted, parse_path, parse_share, text_or_json,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ measured within the usual 5 ms, and would then wait as long again for whoever re
 app = typer.Typer(
     add_completion=True, no_args_is_help=True, pretty_exceptions_enable=False,
     help="Tells from saved checkpoints alone whether a distributed training run is still sound.",
-    epilog="Exit codes: 0 holds · 1 violated · 2 usage · 3 incomplete · 4 nothing to audit · 5 internal error · "
-           "6 changed while read · 11 locked · 130 interrupted",
+    epilog=f"{example('check /ckpt/run')}\n\nExit codes: 0 holds · 1 violated · 2 usage · 3 incomplete · "
+           "4 nothing to audit · 5 internal error · 6 changed while read · 11 locked · 130 interrupted",
 )  # fmt: skip
 
 
-@app.command()
+@app.command(epilog=example("check /ckpt/run --ledger /audits/run.ledger"))
 def check(
     paths: RunPaths, steps: Steps = None, level: LevelName = None, select: Select = None, ignore: Ignore = None,
     tensors: Tensors = None, fail_on: FailOn = None, strict: Strict = None, strict_buffers: StrictBuffers = None,
@@ -73,7 +73,7 @@ def check(
     raise typer.Exit(int(exit_code(report)))
 
 
-@app.command()
+@app.command(epilog=example("compare /ckpt/run/step_100 /ckpt/converted"))
 def compare(
     reference: ReferencePath, candidate: CandidatePath, steps: Steps = None,
     only: Only = None, ignore: Without = None, rename: Rename = None,
@@ -117,7 +117,7 @@ def compare(
     raise typer.Exit(int(exit_code(found, settings)))
 
 
-@app.command("last-good")
+@app.command("last-good", epilog=example("last-good /ckpt/run"))
 def last_good(
     paths: RunPaths, steps: Steps = None, level: LevelName = None, select: Select = None, ignore: Ignore = None,
     fail_on: FailOn = None, strict: Strict = None, settle: Settle = None, config: Config = None,
@@ -143,8 +143,10 @@ def last_good(
     print(below(paths[0], run.last_good.path))
 
 
-@app.command()
-def inspect(path: RunPath, steps: Steps = None, config: Config = None, format: Format = "text") -> None:
+@app.command(epilog=example("inspect /ckpt/run --steps 300"))
+def inspect(
+    path: RunPath, steps: Steps = None, config: Config = None, all_of_it: AllOfIt = False, format: Format = "text",
+) -> None:  # fmt: skip
     """Show mesh, tensors, pieces and files of the newest (or chosen) step, without reading weights."""
     from auditor.report.inspection import inspect_lines, inspect_object
 
@@ -156,10 +158,10 @@ def inspect(path: RunPath, steps: Steps = None, config: Config = None, format: F
 
         print(json.dumps(inspect_object(store, settings), indent=2))
         return
-    _print_lines(inspect_lines(store, settings))
+    _print_lines(inspect_lines(store, settings, all_of_it=all_of_it))
 
 
-@app.command()
+@app.command(epilog=example("export /ckpt/run /scratch/run.zarr --steps latest"))
 def export(
     run: RunPath,
     target: Annotated[str, typer.Argument(metavar="OUT.zarr", parser=parse_path, help="New, empty, or an export.")],
@@ -186,7 +188,7 @@ def export(
     raise typer.Exit(CHANGED if result.changed else INCOMPLETE if result.incomplete else 0)
 
 
-@app.command()
+@app.command(epilog=example("patrol s3://bucket/runs --ledger s3://bucket/audits"))
 def patrol(
     root: PatrolRoot, ledger: PatrolLedger, level: LevelName = None, select: Select = None, ignore: Ignore = None,
     fail_on: FailOn = None, strict: Strict = None, settle: Settle = None, config: Config = None,
@@ -210,7 +212,7 @@ def patrol(
     raise typer.Exit(int(result.exit_codes[0]))
 
 
-@app.command()
+@app.command(epilog=example("ledger show /audits/run.ledger"))
 def ledger(
     action: Annotated[str, typer.Argument(metavar="show|verify|compact|export")],
     folder: Annotated[str, typer.Argument(metavar="LEDGER", help="What `check --ledger` wrote.")],
@@ -225,7 +227,7 @@ def ledger(
     raise typer.Exit(0 if sound else 1)
 
 
-@app.command("invariants")
+@app.command("invariants", epilog=example("invariants"))
 def list_invariants() -> None:
     """List every invariant: id, severity, name, statement."""
     from auditor.report.catalogue import list_lines
@@ -234,7 +236,7 @@ def list_invariants() -> None:
         print(line)
 
 
-@app.command()
+@app.command(epilog=example("explain REP001"))
 def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="Such as REP001, or its name.")]) -> None:
     """Explain one invariant: statement, why it matters, an example, what it misses, sources."""
     from auditor.invariants.registry import find
@@ -297,24 +299,10 @@ def _measure_share(paths: Sequence[str], settings: Settings, text: str, folder: 
     print(f"{folder / share.name}: {units} units of {len(share.steps)} steps measured, nothing judged yet")
 
 
-@contextmanager
-def _progress() -> Iterator[Any]:
-    """Progress on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield lambda path, num_bytes: None
-        return
-    from rich.console import Console
+def _progress() -> AbstractContextManager[Any]:
+    from auditor.report.progress import progress
 
-    from auditor.report.text_report import safe, size
-
-    total = [0]
-    with Console(stderr=True).status("reading") as status:
-
-        def show(path: str, num_bytes: int) -> None:
-            total[0] += num_bytes
-            status.update(f"{safe(path)} · {size(total[0])} read")
-
-        yield show
+    return progress()
 
 
 def _print_text(report: Report, verbose: bool) -> None:

@@ -13,6 +13,11 @@ import typer
 from auditor.errors import UsageError
 
 
+def example(arguments: str) -> str:
+    """One call of a command, for the end of its help."""
+    return f"Example: `auditor {arguments}`"
+
+
 def parse_path(text: str) -> str:
     """A path that says something."""
     if not text:
@@ -100,6 +105,7 @@ LedgerPath = Annotated[
 ]
 Bisect = Annotated[bool | None, typer.Option("--bisect", help="Look at few steps: halve between good and bad.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Also list what holds and what is not applicable.")]
+AllOfIt = Annotated[bool, typer.Option("--all", help="However many steps, tensors and files that are.")]
 Baseline = Annotated[Path | None, typer.Option(metavar="REPORT", help="Fail only on what this JSON report lacks.")]
 Format = Annotated[
     str,

@@ -5,7 +5,9 @@ import shutil
 import subprocess
 
 import jsonschema
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tests.command import run
 from tests.paths import FIXTURES, HEALTHY, ROOT, RUN, TP2_PP2, TP4
@@ -136,6 +138,7 @@ def test_last_good_prints_one_path():
     assert done.stdout == f"{RUN}/global_step100\n"
     assert "steps 50 to 80, healed at 90" in done.stderr
     assert "not step 120: REP001 replicas-differ" in done.stderr
+    assert "undetermined: REP001: stored once along dp" in done.stderr
     assert auditor("last-good", HEALTHY).stdout == f"{HEALTHY}/global_step120\n"
 
 
@@ -157,9 +160,34 @@ def test_inspect_shows_the_step_without_reading_weights():
     assert done.returncode == 0
     for words in ("pp 2 · dp 1 · tp 2 (4 ranks)", "3.input_layernorm.weight", "2 replicas over tp", "48×16", "step 6"):
         assert words in done.stdout
+    assert "bfloat16 parameter; float32 master, first_moment, second_moment" in done.stdout
     document = json.loads(auditor("inspect", TP2_PP2, "--format", "json").stdout)
     assert len(document["steps"][0]["tensors"]) == 122
     assert document["steps"][0]["opaque"]["argparse.Namespace"] == 4
+
+
+def test_inspect_is_bounded_and_leaves_out_what_lies_beside_checkpoints_everywhere(tmp_path):
+    tensors = {f"layers.{layer}.weight": np.zeros(1, np.float32) for layer in range(120)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    for number in range(30):
+        (tmp_path / f"part_{number}.bin").write_bytes(b"x")
+    for name in ("README.md", "generation_config.json", "tokenizer.json", ".gitattributes"):
+        (tmp_path / name).write_text("{}")
+    few, whole = auditor("inspect", tmp_path).stdout, auditor("inspect", tmp_path, "--all").stdout
+    assert [few.count("weight "), whole.count("weight ")] == [100, 120]
+    assert [few.count("not read by any loader"), whole.count("not read by any loader")] == [20, 30]
+    assert "… and 20 more (--all shows them)" in few
+    assert "… and 10 more (--all shows them)" in few
+    assert "README.md" not in whole
+    assert "4 beside them without weights" in whole
+
+
+def test_many_steps_are_inspected_in_part(tmp_path):
+    for number in range(9):
+        shutil.copytree(TP4, tmp_path / f"run_{number}")
+    done = auditor("inspect", tmp_path)
+    assert done.stdout.count("  format  ") == 8
+    assert "… and 1 more step (--all shows it)" in done.stdout
 
 
 def test_invariants_and_explain():
@@ -245,8 +273,10 @@ def test_placement_may_be_stated(tmp_path):
 
 def test_version_and_help():
     assert auditor("--version").stdout.startswith("auditor ")
-    for command in ("check", "inspect", "last-good", "invariants", "explain"):
-        assert auditor(command, "--help").returncode == 0
+    for command in ("check", "compare", "last-good", "inspect", "export", "patrol", "ledger", "invariants", "explain"):
+        done = auditor(command, "--help")
+        assert (done.returncode, f"Example: `auditor {command}" in done.stdout) == (0, True)
+    assert "130 interrupted" in auditor("--help").stdout
 
 
 def test_output_without_terminal_has_no_colour_and_no_progress():

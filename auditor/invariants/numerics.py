@@ -38,8 +38,7 @@ def values_are_finite(evidence: StepEvidence) -> Judgement:
             num_holds += 1
         else:
             unread.append(tensor.name)
-    reason = evidence.unread or "some of its bytes were not read"
-    return Judgement(num_holds, tuple(violations), {reason: tuple(unread)} if unread else {})
+    return Judgement(num_holds, tuple(violations), {why_unread(evidence): tuple(unread)} if unread else {})
 
 
 def _not_finite(evidence: StepEvidence, number: int, bad: NDArray[np.int64], kept: KeptState) -> Violation:

@@ -141,9 +141,12 @@ def drifted(catalog: Catalog, observations: Observations) -> frozenset[int]:
     return frozenset(tensor for tensor, seen in found.items() if len({one.lanes for one in seen}) > 1)
 
 
+UNREAD = "some of its bytes were not read"
+
+
 def why_unread(evidence: StepEvidence) -> str:
     """The reason why an invariant can't speak about a tensor that was not read."""
-    return evidence.unread or "some of its bytes were not read"
+    return evidence.unread or UNREAD
 
 
 @dataclass(slots=True)

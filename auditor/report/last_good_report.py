@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 
 from auditor.errors import UsageError
 from auditor.invariants.integrity_runs import number_in
+from auditor.model.finding import Judgement
+from auditor.report.open_questions import named
 from auditor.reports import Report, RunReport
 from auditor.settings import Settings
 
@@ -36,19 +39,27 @@ def last_good_lines(run: RunReport, settings: Settings) -> Iterator[str]:
     yield from _few(_milder(run, settings))
     unjudged = run.unjudged()
     if good is not None and unjudged:
-        yield f"not judged: {', '.join(unjudged)}"
+        yield f"not judged: {named(unjudged)}"
     if good is not None and settings.tensors:
         yield f"only tensors {settings.tensors} were looked at"
     mine = next((step for step in run.steps if good is not None and step.state == good), None)
-    for identifier, judged in sorted(mine.judgements.items()) if mine else ():
-        for reason, names in sorted(judged.undetermined.items()):
-            yield f"undetermined: {identifier}, {len(names)} subject{'s'[: len(names) > 1]}: {reason}"
+    yield from _undetermined(mine.judgements if mine else {})
     for finding in run.findings:
         for interval in finding.intervals:
             if good is not None and interval.first_bad < good.step:
                 healed = f"healed at {interval.healed}" if interval.healed is not None else "not healed"
                 span = f"steps {interval.first_bad} to {interval.last_bad}"
                 yield f"before it: {finding.id} {finding.message}, {span}, {healed}"
+
+
+def _undetermined(judgements: Mapping[str, Judgement]) -> Iterator[str]:
+    """A line a reason."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for identifier, judged in sorted(judgements.items()):
+        for reason in judged.undetermined:
+            by_reason[reason].append(identifier)
+    for reason, identifiers in by_reason.items():
+        yield f"undetermined: {named(identifiers)}: {reason}"
 
 
 def _few(lines: Iterable[str]) -> Iterator[str]:

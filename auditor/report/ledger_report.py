@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from auditor.containers.damage import DamagedError
 from auditor.errors import NothingToAuditError, UsageError
+from auditor.ledger.changes import BEGINNING, is_on
 from auditor.ledger.folder import open_ledger
 from auditor.ledger.record import StepAccount, StepRecord
-from auditor.ledger.tree import Ledger
+from auditor.ledger.tree import Ledger, RecordName
 from auditor.ledger.upkeep import compact, manifest
 from auditor.model.catalog import Role
 from auditor.model.finding import Outcome
@@ -19,18 +21,46 @@ from auditor.report.text_safety import visible
 
 
 def show_lines(ledger: Ledger) -> Iterator[str]:
-    """Every record, a line each: step, branch, what was measured and violated, and how far its weights moved."""
+    """Every record, a line each: step, branch, what was measured and violated, and how far its weights moved.
+
+    Of records of one step it is said which of them is the run's now.
+    """
     for run in ledger.runs():
         yield visible(run)
         before: StepRecord | None = None
+        standing = _standings(ledger, run)
         for name in ledger.names(run):
             try:
                 record = ledger.record(name)
             except DamagedError as error:
                 yield f"  step {name.step:>8} · damaged: {visible(str(error))}"
                 continue
-            yield f"  {_line(record.account)}{_moved_phrase(before, record)}"
-            before = record
+            yield f"  {_line(record.account)}{_moved_phrase(before, record)}{standing.get(name, '')}"
+            before = before if standing.get(name, _CURRENT) != _CURRENT else record
+
+
+_CURRENT, _AGAIN, _BACK = " · current", " · saved again since", " · the run was set back behind it since"
+
+
+def _standings(ledger: Ledger, run: str) -> dict[RecordName, str]:
+    """What became of each record since; of the others of such a step, that they are current."""
+    accounts: dict[RecordName, StepAccount] = {}
+    for name in ledger.names(run):
+        with suppress(DamagedError):
+            accounts[name] = ledger.account(name)
+    newest = max((account.lineage for account in accounts.values() if account.lineage), key=lambda one: one[-1],
+                 default=BEGINNING)  # fmt: skip
+    last: dict[int, int] = {}
+    for account in accounts.values():
+        if is_on(newest, account):
+            last[account.step] = max(last.get(account.step, 0), account.sequence)
+    found = {
+        name: _AGAIN if is_on(newest, account) else _BACK
+        for name, account in accounts.items()
+        if account.sequence != last.get(account.step) or not is_on(newest, account)
+    }
+    doubled = {name.step for name in found}
+    return found | {name: _CURRENT for name in accounts if name.step in doubled and name not in found}
 
 
 def _line(account: StepAccount) -> str:

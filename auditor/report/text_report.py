@@ -11,7 +11,7 @@ from rich.markup import escape
 from auditor.invariants.registry import invariants
 from auditor.model.finding import Finding, Interval, Location, Outcome, Severity
 from auditor.model.run import Commit
-from auditor.report.open_questions import open_lines
+from auditor.report.open_questions import named, open_lines
 from auditor.report.text_safety import visible
 from auditor.reports import Report, RunReport, StepReport
 from auditor.settings import Level
@@ -82,12 +82,10 @@ def _good_phrase(run: RunReport, report: Report) -> str:
     phrase = f"last good step {run.last_good.step}"
     if run.findings:
         phrase += f" ({safe(run.last_good.path or '.')})"
-    narrowed = [
-        *run.unjudged(),
-        *([f"tensors other than {report.settings.tensors}"] if report.settings.tensors else []),
-    ]
-    serious = [name for name in narrowed if name != "INT010"]
-    return f"{phrase}, not having judged {safe(', '.join(serious))}" if serious else phrase
+    serious = [name for name in run.unjudged() if name != "INT010"]
+    tensors = report.settings.tensors
+    unjudged = [*([named(serious)] if serious else []), *([f"tensors other than {tensors}"] if tensors else [])]
+    return f"{phrase}, not having judged {safe(', '.join(unjudged))}" if unjudged else phrase
 
 
 def _steps_phrase(steps: Sequence[int]) -> str:
@@ -312,10 +310,12 @@ def _coverage(run: RunReport, verbose: bool) -> Iterator[str]:
     yield from _told(run) if verbose else _folded(run)
     ignored = [item.id for item in invariants() if item not in run.chosen]
     if ignored:
-        yield f"  ignored         {', '.join(ignored)}"
+        chosen = ", ".join(sorted(item.id for item in run.chosen))
+        few = len(ignored) <= len(run.chosen)
+        yield f"  ignored         {', '.join(ignored) if few else f'all but {chosen}'}"
     for level, names in run.beyond_level().items():
-        them = "it" if len(names) == 1 else "them"
-        yield f"  not asked       {', '.join(names)}: --level {level.name.lower()} judges {them}"
+        them, shown = "it" if len(names) == 1 else "them", ", ".join(names) if verbose else named(names)
+        yield f"  not asked       {shown}: --level {level.name.lower()} judges {them}"
     for line in open_lines(run, folded=not verbose):
         yield f"  undetermined    {safe(line)}"
 

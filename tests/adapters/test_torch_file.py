@@ -371,5 +371,13 @@ def test_what_a_lost_file_leaves_open_is_one_line(run):
     (only,) = audited(dcp).runs
     stored_once, lost = open_lines(only)
     assert stored_once.startswith("REP001")
-    assert "files of step 4 are lost or damaged" in lost
+    assert lost.startswith("21 invariants (CST002, MOT001, MOT002, MOT004 and 17 more) of up to 69 tensors · ")
+    assert "__1_0.distcp of step 4: missing or damaged" in lost
     assert len([*open_lines(only, folded=False)]) > 4
+    # A step alone, of which all is touched: what else is unknown of it is not laid to the file.
+    shutil.rmtree(dcp / "step-2")
+    (only,) = audited(dcp).runs
+    *others, lost = open_lines(only)
+    assert lost.startswith("9 invariants (CST002, NUM001, NUM002, NUM003 and 5 more) of up to ")
+    assert others[0].startswith("REP001 replicas-differ: ")
+    assert len([*open_lines(only, folded=False)]) > len(others)

@@ -6,6 +6,8 @@ import shutil
 import pytest
 
 from auditor.errors import NothingToAuditError
+from auditor.ledger.folder import open_ledger
+from auditor.report.ledger_report import show_lines
 from auditor.report.text_report import text_lines
 from auditor.settings import Level, StepChoice
 from tests.faults import float32_bits, poke
@@ -197,6 +199,10 @@ def test_a_second_setback_keeps_both_branches(healthy, tmp_path):
     again = report(healthy, tmp_path / "ledger")
     assert [(branch.number, branch.steps) for branch in again.runs[0].branches] == [(0, (100, 110, 120)), (1, (110,))]
     assert [step.state.step for step in again.runs[0].steps][-1] == 100
+    shown = [line.split(" · ") for line in show_lines(open_ledger(str(tmp_path / "ledger")))][1:]
+    told = [(int(line[0].split()[1]), line[-1]) for line in shown if int(line[0].split()[1]) > 90]
+    back = "the run was set back behind it since"
+    assert told == [(100, back), (100, "current"), (110, back), (110, back), (120, back)]
 
 
 def test_a_run_set_back_whose_earlier_steps_were_deleted_too(healthy, tmp_path):
