@@ -28,6 +28,8 @@ ALIKE = 1.5
 """Two that leave so nearly the same over explain it equally well."""
 GUESSED = (2, 4, 8)
 """Degrees that are tried where no mesh is recorded."""
+UNNAMED = "rank"
+"""The axis of a mesh of which nothing but the number of ranks is known."""
 OWN = "the numbers themselves"
 SCALED = "a sum that is not averaged, a loss or clipping scaled otherwise"
 GRADIENT = "NVIDIA/Megatron-LM#673; NVIDIA/Megatron-LM#906"
@@ -53,10 +55,10 @@ class Setting:
     def named(self, factor: float) -> str:
         """Which degree a factor is, or one over which; empty where none."""
         sizes = {axis: degree for mesh in self.meshes for axis, degree in mesh.axes if degree > 1}
-        for value, form in ((factor, "{} ranks of {}"), (1 / factor if factor else 0.0, "one over the {} ranks of {}")):
+        for value, form in ((factor, "{}"), (1 / factor if factor else 0.0, "one over the {}")):
             for axis, degree in sizes.items():
                 if math.isclose(value, degree, rel_tol=SAME_FACTOR):
-                    return form.format(degree, axis)
+                    return form.format(f"{degree} ranks" + (f" of {axis}" if axis != UNNAMED else ""))
         return ""
 
 
@@ -132,12 +134,18 @@ def _parts(
                 continue
             seen.add((dim, part.lines, axis))
             numbers = ", ".join(map(str, part.numbers))
-            where = f"{axis} rank {numbers} of {degree}" if axis else f"part {numbers} of {degree} equal parts"
+            where = _where(axis, numbers, degree)
             text = (
                 f"along dim {dim} all of it is in what {where} holds{part.factor}: one rank computed, clipped, or was "
                 "written, otherwise than the rest"
             )
             yield Explanation(text, CLIPPED, math.sqrt(part.rest / found.apart), held_by=where)
+
+
+def _where(axis: str, numbers: str, degree: int) -> str:
+    if not axis:
+        return f"part {numbers} of {degree} equal parts"
+    return f"rank {numbers} of {degree}" if axis == UNNAMED else f"{axis} rank {numbers} of {degree}"
 
 
 @dataclass(frozen=True, slots=True)

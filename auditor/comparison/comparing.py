@@ -15,8 +15,9 @@ from auditor.comparison.holding import Holding, Key
 from auditor.comparison.judging import Allowed, Bench, Contents
 from auditor.comparison.lockstep import Distance
 from auditor.comparison.matching import Matching, match, tied_to
-from auditor.comparison.one_set import WEIGHTS, one_set
+from auditor.comparison.one_set import WEIGHTS, is_adapter, one_sets
 from auditor.comparison.outcome import PROVED, SUSPECT, Compared, Comparison, Standing, StepComparison
+from auditor.comparison.precision import told_of_coarse
 from auditor.comparison.proposal import Proposed, propose
 from auditor.comparison.records import Recorded, explaining, recorded, recorded_cause
 from auditor.comparison.rounding import counted_steps, model_of
@@ -161,8 +162,8 @@ class _UnderWay:
         self.allowed = {} if self.anchor and self.anchor[0] == own else {**self.allowed, **bench.allowed}
         return StepComparison(
             own, theirs, (left.path, right.path), (left.format, right.format), tuple(rows), num_steps,
-            (*_notes(pairing), *told), (*left.failures, *right.failures), (*left.changed, *right.changed),
-            shared.causes, shared.gathered, tuple(one.place for one in differing),
+            (*_notes(pairing), *told, *_coarsely(bench, rows)), (*left.failures, *right.failures),
+            (*left.changed, *right.changed), shared.causes, shared.gathered, tuple(one.place for one in differing),
             left.num_bytes_read + right.num_bytes_read,
         )  # fmt: skip
 
@@ -204,16 +205,14 @@ class _UnderWay:
 
     def _settled(self, bench: Bench, rows: list[Compared], measures: Mapping[int, Distance]) -> list[Compared]:
         """The rows, as all together let them stand, and with what would have been found where that is asked."""
-        left = bench.reference
-        same = one_set(rows, left, bench.model)
-        if same is not None:
-            rows = [
-                same.settled(row, bench.narrower(row.pair), one_dtype=bench.one_dtype(row.pair)) if row.amount else row
-                for row in rows
-            ]
-        rows = rejoined(rows, left, bench.candidate)
+        same = one_sets(rows, bench.reference, bench.model)
+        rows = [
+            own.settled(row, bench.narrower(row.pair), one_dtype=bench.one_dtype(row.pair))
+            if row.amount and (own := same[is_adapter(row)]) else row for row in rows
+        ]  # fmt: skip
+        rows = rejoined(rows, bench.reference, bench.candidate)
         if self.choices.power:
-            rows = [bench.powered(row, measures.get(at), same) for at, row in enumerate(rows)]
+            rows = [bench.powered(row, measures.get(at), same[is_adapter(row)]) for at, row in enumerate(rows)]
         wrong = {row.pair.name for row in rows if row.pair.role is Role.FIRST_MOMENT and row.standing in SUSPECT}
         # What a gradient did wrong its weight did after it.
         return [
@@ -273,6 +272,12 @@ def _like_twins(rows: list[Compared], left: Holding, right: Holding) -> list[Com
                 row = replace(row, standing=other.standing, threshold=other.threshold, detail=detail)
         found.append(row)
     return found
+
+
+def _coarsely(bench: Bench, rows: Sequence[Compared]) -> tuple[str, ...]:
+    count = sum(row.pair.role is Role.FIRST_MOMENT and row.amount is not None for row in rows)
+    text = told_of_coarse(bench.candidate, bench.coarse_ones, count)
+    return (text,) if text else ()
 
 
 def _notes(pairing: Matching) -> tuple[str, ...]:

@@ -15,13 +15,13 @@ from auditor.comparison.one_set import MOMENTS, SAME_NUMBERS, UNRELATED, WEIGHTS
 from auditor.comparison.outcome import DIFFERENT, Amount, Compared, Standing
 from auditor.comparison.permutation import explain_order
 from auditor.comparison.power import power_of
-from auditor.comparison.precision import COARSENED, narrowed, share_coarse
+from auditor.comparison.precision import COARSENED, data_parallel, narrowed, share_coarse
 from auditor.comparison.replaying import Left, left_over
 from auditor.comparison.rounding import IN_COMMON, Model, Motion, Threshold, of_moment, of_weight, uncertainty
 from auditor.comparison.softness import motion_of
 from auditor.comparison.vocabulary import in_common
 from auditor.model.catalog import Role, Tensor
-from auditor.model.dtype import DType
+from auditor.model.dtype import DTYPES, DType
 from auditor.view.assemble import SourceLostError
 
 COARSE = 0.99
@@ -52,6 +52,8 @@ class Bench:
     """What rounding was allowed of weights in the step before."""
     allowed: dict[Key, Allowed] = field(default_factory=dict)
     """And what it is allowed in this one; filled as pairs are judged."""
+    coarse_ones: dict[str, bool] = field(default_factory=dict)
+    """Parameters whose gradients are made of bfloat16 numbers, as they may be; and whether the reference's are, too."""
 
     def judge(self, pair: Pair) -> tuple[Compared, Distance | None]:
         """How a pair stands, and what was measured of it where it was."""
@@ -245,21 +247,26 @@ class Bench:
         return replace(row, standing=Standing.ROUNDING, amount=amount, threshold=left.threshold, detail=detail)
 
     def coarse(self, row: Compared) -> Compared:
-        """A first moment of which the candidate's gradient alone was kept in bfloat16: within rounding, suspicious."""
-        model, source = self.model, (self.reference.source, self.candidate.source)
-        pair = row.pair
-        measured = row.standing in (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.BEYOND)
-        if not measured or row.amount is None or pair.role is not Role.FIRST_MOMENT or model.num_steps != 1:
+        """A first moment whose gradient was kept in bfloat16: within rounding, suspicious where it should not be one.
+
+        A computation in bfloat16 gives such gradients by itself, unless they are sums over ranks.
+        """
+        pair, own, theirs = row.pair, self.reference.source, self.candidate.source
+        measured = row.standing in (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.BEYOND) and row.amount is not None
+        if not measured or pair.role is not Role.FIRST_MOMENT or self.model.num_steps != 1 or self.model.betas is None:
             return row
-        if not source[0] or not source[1] or model.betas is None or pair.reference is None or pair.candidate is None:
+        if own is None or theirs is None or pair.reference is None or pair.candidate is None:
             return row
+        beta = self.model.betas[0]
         try:
-            if share_coarse(Stored(source[1], pair.candidate), model.betas[0]) < COARSE:
+            if share_coarse(Stored(theirs, pair.candidate), beta) < COARSE:
                 return row
-            if share_coarse(Stored(source[0], pair.reference), model.betas[0]) > 0.5:
-                return row
+            alike = share_coarse(Stored(own, pair.reference), beta) > 0.5
         except SourceLostError as error:
             return replace(row, detail=_joined(row.detail, str(error)))
+        if alike or (self.model.compute == DTYPES["bfloat16"] and data_parallel(self.candidate) == 1):
+            self.coarse_ones[pair.name] = alike
+            return row
         detail = f"{COARSENED}, the reference's is not: it was summed, or kept, in bfloat16"
         standing = Standing.SUSPICIOUS if row.standing is Standing.ROUNDING else row.standing
         return replace(row, standing=standing, detail=_joined(row.detail, detail))

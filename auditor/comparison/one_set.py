@@ -6,7 +6,8 @@ is equal in every bit, nothing was: what differs there is no noise of training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from auditor.comparison.holding import Holding
@@ -20,6 +21,8 @@ SHARE = 0.5
 """Of the elements that were trained: from here on those that are equal in every bit speak for all."""
 MOMENTS = (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT)
 WEIGHTS = (Role.PARAMETER, Role.MASTER, Role.EMA)
+_ADAPTER = re.compile(r"(?:^|[._])(?:lora|dora|hada|lokr|oft|ia3|vera|adapters?|prompt_encoder)(?:[._]|$)")
+"""In names of PEFT's and other libraries' adapters."""
 _OPEN = (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.UNDETERMINED)
 SAME_NUMBERS = "equal as numbers"
 UNRELATED = "it has no more in common with the reference than unrelated weights have"
@@ -89,7 +92,17 @@ class OneSet:
         return replace(row, standing=standing, threshold=threshold, detail=detail)
 
 
-def one_set(rows: Sequence[Compared], left: Holding, model: Model) -> OneSet | None:
+def is_adapter(row: Compared) -> bool:
+    """Whether a tensor is trained while most of its model is frozen: that the rest is equal says nothing of it."""
+    return _ADAPTER.search(row.pair.name) is not None
+
+
+def one_sets(rows: Sequence[Compared], left: Holding, model: Model) -> Mapping[bool, OneSet | None]:
+    """Whether both sides hold one set, of adapters (True) and of all else: each speaks for itself."""
+    return {kind: _one_set([row for row in rows if is_adapter(row) is kind], left, model) for kind in (False, True)}
+
+
+def _one_set(rows: Sequence[Compared], left: Holding, model: Model) -> OneSet | None:
     """Whether both sides hold one set.
 
     Counted are moments, where both sides have any, for weights may be frozen; else weights, also such as were rounded

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
+from auditor.comparison.holding import Holding
 from auditor.comparison.lockstep import Stored, boxes
+from auditor.model.catalog import Role
 from auditor.model.dtype import DTYPES
 from auditor.observe.decode import rounded, to_float64
 
@@ -33,6 +37,39 @@ def share_coarse(first: Stored, beta: float) -> float:
         count += rest.size
         coarse += int(np.count_nonzero(np.minimum(rest, np.uint32(0x10000) - rest) <= NEAR))
     return coarse / count if count >= FEWEST else 0.0
+
+
+def told_of_coarse(candidate: Holding, coarse: Mapping[str, bool], num_moments: int) -> str:
+    """What is to be said of gradients that are made of bfloat16 numbers in a computation that gives such; or nothing.
+
+    ``coarse``: the parameters, and whether the reference's gradients are so, too. A sum over ranks is made of bfloat16
+    numbers only where it was taken in bfloat16; many choose that, and it differs by no more than the computation
+    rounds: it is said, and no standing.
+    """
+    if 2 * len(coarse) < num_moments or not coarse:
+        return ""
+    what = f"gradients of {len(coarse)} tensors are made of bfloat16 numbers"
+    if 2 * sum(coarse.values()) < len(coarse):
+        return (
+            f"{what}, most of the reference's are not: they were summed in bfloat16, or are no sums of several products"
+        )
+    ranks = data_parallel(candidate)
+    return f"{what}, though they are sums over {ranks} ranks: they were reduced in bfloat16" if ranks > 1 else ""
+
+
+def data_parallel(holding: Holding) -> int:
+    """Ranks over which gradients are summed; 1 where that is not known.
+
+    Where a layout counts ranks and no more, they are data-parallel if every parameter is cut over them, norms too.
+    """
+    if holding.mesh.degree("dp") > 1 or holding.source is None:
+        return holding.mesh.degree("dp")
+    ranks, catalog = holding.mesh.degree("rank"), holding.source.catalog
+    own = [number for number, what in enumerate(catalog.tensors) if what.role is Role.PARAMETER and what.shape]
+    cut = all(
+        len(catalog.rows_by_tensor.get(number, ())) > 1 or catalog.tensors[number].shape[0] < ranks for number in own
+    )
+    return ranks if own and cut else 1
 
 
 def narrowed(reference: Stored, candidate: Stored) -> str:

@@ -1,10 +1,10 @@
 """Trains a tiny GPT in healthy and faulty ways and compares them: `python -m benchmarks.reference.measure`.
 
 Prints the tables of README.md: planted bugs by (found, step, tensor, margin), healthy pairs by their largest margin,
-calibrated against derived thresholds, and what an exact comparison of two ledgers reads and takes. `--fsdp2` adds
-real FSDP2 runs of two gloo processes, `--jax PYTHON` runs in JAX on eight host devices (an interpreter with jax, optax
-and orbax-checkpoint), healthy and with bugs. All other layouts are computed in one process, each rank's part by
-itself, see tests/comparison/gpt.py.
+calibrated against derived thresholds, and what an exact comparison of two ledgers reads and takes. Real ranks are added
+by `--fsdp2` (two gloo processes), `--tp` (tensor and sequence parallelism, two and four), `--jax PYTHON` (eight host
+devices; an interpreter with jax, optax and orbax-checkpoint), healthy and with bugs. All other layouts are computed in
+one process, each rank's part by itself, see tests/comparison/gpt.py.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import auditor
 from auditor.comparison.outcome import DIFFERENT, PROVED, Standing
 from auditor.model.catalog import Role
 from benchmarks.reference import fsdp2 as fsdp2_runs
-from benchmarks.reference import jax_run
+from benchmarks.reference import jax_run, tensor_parallel
 from tests.comparison.gpt import CLIP, FAULTS, RATE, Training, faulty, trusted
 
 DTYPES = ("float32", "bfloat16")
@@ -143,7 +143,8 @@ def planted_row(name, dtype, reference, candidate):
         step = found.steps[-1]
         rows, word = step.of(Standing.SUSPICIOUS), "as suspicious"
     if not rows:
-        return row(name, dtype, "no", "", "", "", "", "")
+        note = next((note for note in step.notes if "bfloat16" in note), "")
+        return row(name, dtype, "as a note" if note else "no", step.step if note else "", "", "", "", note[:110])
     worst = max(rows, key=margin)
     offered = "; ".join(cause.text for cause in step.causes) or worst.detail
     size = "" if math.isnan(worst.margin) else f"{worst.margin:,.3g}"
@@ -185,6 +186,18 @@ def fsdp2(folder, seeds):
     real(folder, "FSDP2", {fault: ("dp 2", what) for fault, what in fsdp2_runs.FAULTS.items()}, runs, train)
 
 
+def tp(folder, seeds):
+    def train(runs):
+        for degree in dict.fromkeys(layout for layout, *_ in runs.values()):
+            named = [f"{name}:{seed}:{dtype}:{''.join(fault)}"
+                     for name, (layout, seed, dtype, *fault) in runs.items() if layout == degree]  # fmt: skip
+            command = [sys.executable, "-m", "benchmarks.reference.tensor_parallel", degree.removeprefix("tp ")]
+            subprocess.run([*command, str(folder), *named], check=True, cwd=ROOT)
+
+    runs = [(layout, seed, dtype) for dtype in DTYPES for layout in ("tp 2", "tp 4") for seed in range(seeds)]
+    real(folder, "TP", {fault: ("tp 2", what) for fault, what in tensor_parallel.FAULTS.items()}, runs, train)
+
+
 def jax(folder, seeds, python):
     batches = folder / "batches.npz"
     jax_run.write(batches, range(seeds))
@@ -205,6 +218,7 @@ def main():
     parser.add_argument("--parts", default="healthy,planted,calibrated,ledgers")
     parser.add_argument("--real-seeds", type=int, default=3)
     parser.add_argument("--fsdp2", action="store_true")
+    parser.add_argument("--tp", action="store_true")
     parser.add_argument("--jax", default="")
     wanted = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -224,6 +238,8 @@ def main():
             ledgers(folder, runs)
         if wanted.fsdp2:
             fsdp2(folder, wanted.real_seeds)
+        if wanted.tp:
+            tp(folder, wanted.real_seeds)
         if wanted.jax:
             jax(folder, wanted.real_seeds, wanted.jax)
 

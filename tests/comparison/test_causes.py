@@ -11,14 +11,16 @@ NUMBERS = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}
 NAMES = [f"layers.{layer}.{name}.weight" for layer in range(3) for name in ("up", "down")]
 
 
-def saved(folder, change=lambda name, gradient: gradient, *, step=1, moved=1e-3, number=1, scalars=(), **numbers):
-    """A first step of Adam from weights that are saved before it, cut over tp 2; ``change``: of gradients."""
+def saved(
+    folder, change=lambda name, gradient: gradient, *, axis="tp", step=1, moved=1e-3, number=1, scalars=(), **numbers
+):
+    """A first step of Adam from weights that are saved before it, cut over two; ``change``: of gradients."""
     drawn = np.random.default_rng(3)
     group = {"file": "optimizer.pt", "optimizer": "adamw"}
     groups = [
         {**group, "number": at, "parameters": NAMES[at::2], "hyperparameters": {**NUMBERS, **numbers}} for at in (0, 1)
     ]
-    said = {"mesh": {"tp": 2}, "placement": {"tp": "shard:0"}}
+    said = {"mesh": {axis: 2}, "placement": {axis: "shard:0"}}
     for at in (0, step):
         tensors = {}
         for name in NAMES:
@@ -29,7 +31,7 @@ def saved(folder, change=lambda name, gradient: gradient, *, step=1, moved=1e-3,
                 roles |= {"first_moment": 0.1 * g, "second_moment": 0.05 * g**2}
             tensors |= {(role, name): (np.float32(values), said) for role, values in roles.items()}
         of_step = [{**one, "step": number * (at > 0)} for one in groups]
-        write_step(folder, at, tensors, mesh={"tp": 2}, groups=of_step if at else (), scalars=scalars if at else ())
+        write_step(folder, at, tensors, mesh={axis: 2}, groups=of_step if at else (), scalars=scalars if at else ())
     return folder
 
 
@@ -125,3 +127,20 @@ def test_a_setting_is_held_against_that_of_the_same_parameters(reference, tmp_pa
     assert len(recorded) == 2
     # Where all agrees it is said and no cause of anything.
     assert (code(found), found.steps[-1].causes) == (0, ())
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_sums_over_ranks_that_are_made_of_bfloat16_numbers_are_noted(tmp_path, reduced):
+    """On one device a computation in bfloat16 gives such gradients; a sum in float32 of several of them does not."""
+
+    def coarse(name, gradient):
+        return (np.float32(gradient).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+    def summed(name, gradient):
+        found = coarse(name, gradient * 0.99) + coarse(name, gradient * 1.01)
+        return coarse(name, found / 2) if reduced else found / 2
+
+    found = compared(saved(tmp_path / "one", coarse), saved(tmp_path / "two", summed, axis="dp"), compute="bfloat16")
+    said = "gradients of 6 tensors are made of bfloat16 numbers, though they are sums over 2 ranks"
+    assert any(said in note for note in found.steps[-1].notes) is reduced
+    assert code(found) == 0

@@ -149,6 +149,25 @@ def test_equal_moments_say_that_nothing_was_trained_apart(tmp_path, changed):
     assert code(found) == 1
 
 
+@pytest.mark.parametrize(("wrong", "standing"), [("", Standing.UNDETERMINED), ("base", Standing.BEYOND),
+                                                 ("one adapter", Standing.BEYOND)])  # fmt: skip
+def test_a_frozen_base_says_nothing_of_adapters_that_were_trained_apart(tmp_path, wrong, standing):
+    """Without optimizer state: adapters that all differ were trained; one that alone differs was not."""
+    adapters = {f"layers.{layer}.up.lora_{part}.default.weight": GENERATOR.normal(0, 0.1, (4, 16))
+                for layer in range(2) for part in "AB"}  # fmt: skip
+    first = next(iter(adapters))
+    apart = nearby(adapters, 1e-2)
+    changed = {**adapters, first: apart[first]} if wrong == "one adapter" else apart
+    base = dict(WEIGHTS)
+    if wrong == "base":
+        base["layers.1.up.weight"] = base["layers.1.up.weight"] * 1.03
+    sides = saved(tmp_path / "one", {**WEIGHTS, **adapters}), saved(tmp_path / "two", {**base, **changed})
+    found = compared(*sides)
+    assert told(found)[first if wrong != "base" else "layers.1.up.weight"] is standing
+    assert told(found)[first] is (Standing.UNDETERMINED if wrong != "one adapter" else Standing.BEYOND)
+    assert code(found) == (1 if wrong else 3)
+
+
 def test_one_kernel_that_adds_up_in_no_order_is_rounding_after_one_step(tmp_path):
     noise = 1 + GENERATOR.normal(0, 3e-7, SHAPES["layers.1.up.weight"])
     sides = stateful(1)(tmp_path / "one"), stateful(1, first_moment=noise)(tmp_path / "two")
