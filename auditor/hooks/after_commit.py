@@ -21,7 +21,8 @@ from typing import Any, Literal
 from auditor.audit import audit
 from auditor.configuration import make_settings
 from auditor.errors import AuditorError
-from auditor.hooks.hook import LOG, OnViolation, split, survived
+from auditor.hooks.hook import OnViolation, split, survived
+from auditor.hooks.log import LOG
 from auditor.report.json_report import document
 from auditor.storage.local import LocalStore
 from auditor.storage.store import ObjectMissingError

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from auditor.hooks.hook import LOG
+from auditor.hooks.log import LOG
 
 MAX_BYTES = 32 << 20
 """Of one part. Stores keep all of it in one process's memory."""

@@ -5,7 +5,6 @@ A failure of the auditor never stops training unless that is asked for: it is lo
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from auditor.committed import NAME, described
 from auditor.containers.witness_file import encode_part
 from auditor.errors import AuditorError
 from auditor.hooks.launch import absolute, launch_of_job
+from auditor.hooks.log import LOG
 from auditor.hooks.recording import Recorder
 from auditor.storage.writer import FolderWriter
 from auditor.witnesses import FOLDER, part_name
@@ -23,7 +23,6 @@ from auditor.witnesses import FOLDER, part_name
 if TYPE_CHECKING:
     from auditor.hooks.exchange import Exchange
 
-LOG = logging.getLogger("auditor")
 OnViolation = Literal["log", "callback", "raise"]
 
 

@@ -17,9 +17,10 @@ import jax
 
 from auditor.hooks.after_commit import AfterCommit
 from auditor.hooks.exchange import Exchange
-from auditor.hooks.hook import LOG, Witnessed, Witnesses, survived
+from auditor.hooks.hook import Witnessed, Witnesses, survived
 from auditor.hooks.jax_digest import dtype_of, measure
 from auditor.hooks.jax_pieces import Held, leaves_of, pieces_of
+from auditor.hooks.log import LOG
 from auditor.hooks.recording import Recorder, add_measured, as_scalars
 from auditor.model.region import Box
 from auditor.observe.kernel_choice import choose

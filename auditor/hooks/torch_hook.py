@@ -18,7 +18,8 @@ from typing import Any
 
 from auditor.hooks.after_commit import AfterCommit
 from auditor.hooks.exchange import Exchange
-from auditor.hooks.hook import LOG, Witnessed, Witnesses, survived
+from auditor.hooks.hook import Witnessed, Witnesses, survived
+from auditor.hooks.log import LOG
 from auditor.hooks.recording import Recorder
 from auditor.hooks.torch_pieces import pieces_of_optimizer, resolved
 from auditor.hooks.torch_witness import THREADS, record

@@ -52,15 +52,16 @@ def open_lines(run: RunReport, *, folded: bool = True) -> Iterator[str]:
             by_reason[one.reason, _in_steps(run, one.steps)].append(one)
     for (reason, where), members in by_reason.items():
         shown = members[:MAX_NAMED] if folded else members
-        more = _more(members, shown, " (--verbose lists them)")
-        yield f"{', '.join(one.counted for one in shown)}{more}{where} · {reason}"
+        more = f" and {len(members) - len(shown)} more" if len(members) > len(shown) else ""
+        listed = " (--verbose lists them)" if more else ""
+        yield f"{', '.join(one.counted for one in shown)}{more}{where}{listed} · {reason}"
     if by_lost:
         names = list(dict.fromkeys(one.identifier for one in by_lost))
         tensors = max(one.count for one in by_lost)
-        few = names[:MAX_NAMED]
+        few = ", ".join(names[:MAX_NAMED])
+        few += f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         yield (
-            f"{len(names)} invariants ({', '.join(few)}{_more(names, few, '')}) of up to {tensors:,} tensors · "
-            f"{_lost_files(lost)} (--verbose lists them)"
+            f"{len(names)} invariants ({few}) of up to {tensors:,} tensors · {_lost_files(lost)} (--verbose lists them)"
         )
 
 
@@ -83,11 +84,6 @@ def titled(identifier: str) -> str:
 def named(identifiers: Sequence[str]) -> str:
     """Invariants by their ids; many by their number."""
     return ", ".join(identifiers) if len(identifiers) <= 2 * MAX_NAMED else f"{len(identifiers)} invariants"
-
-
-def _more(members: Sequence[object], shown: Sequence[object], how: str) -> str:
-    left = len(members) - len(shown)
-    return f" and {left} more{how}" if left else ""
 
 
 def _subjects(step: StepReport, identifier: str) -> list[str]:
