@@ -158,6 +158,8 @@ class MegatronReading:
             recorded = settings(scheduler) if isinstance(scheduler, dict) else {}
             scalars = {"global_steps": step} | {f"scheduler.{key}": value for key, value in recorded.items()}
             scalars |= recorded_progress(megatron_args(file))
+            if isinstance(version := file.tree.get("checkpoint_version"), (int, float)):
+                scalars["checkpoint_version"] = version
             for what, value in scalars.items():
                 if is_count(value):
                     self.builder.scalars.append(Scalar(what, float(value), name, coordinate))

@@ -102,7 +102,8 @@ def _factor(
     pair: Pair, found: Distance, limit: float, setting: Setting, *, copied: bool
 ) -> Iterator[Explanation]:  # fmt: skip
     factor = found.factor
-    if not math.isfinite(factor):
+    # One number is a multiple of any other.
+    if not math.isfinite(factor) or found.num_summed < 2:
         return
     left = found.beside_factor * math.sqrt(found.candidate / found.reference)
     rest = left / found.relative

@@ -54,9 +54,10 @@ def meta(source: Source, target: Source) -> list[NameRule]:
 
 _SPELLINGS = (
     (".block_sparse_moe.", ".mlp."), ("embedder.weight", "embed_tokens.weight"),
-    ("decoder.layer_norm.", "decoder.final_layer_norm."),
+    ("decoder.layer_norm.", "decoder.final_layer_norm."), ("LayerNorm.gamma", "LayerNorm.weight"),
+    ("LayerNorm.beta", "LayerNorm.bias"),
 )  # fmt: skip
-"""Words for one thing: Mixtral's before and in transformers 5, Gemma's and metaseq's before and after conversion."""
+"""Words for one thing: Mixtral's before and in transformers 5, Gemma's, metaseq's and old BERTs' and Hugging Face's."""
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj"),
 }  # fmt: skip

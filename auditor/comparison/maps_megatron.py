@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
@@ -82,13 +83,27 @@ def megatron(source: Source, target: Source) -> list[NameRule]:
 
 
 def _groups(source: Source, target: Source, fused: Tensor | None) -> list[int]:
-    """In how many stretches query, key and value may lie; none where no configuration records the heads."""
+    """In how many stretches query, key and value lie; none where no configuration records the heads."""
     recorded = recorded_heads(target, source)
     if recorded is None or fused is None:
         return []
-    # Megatron-LM wrote them one after the other, then element by element, before it did so head by head.
-    older = [1, fused.shape[0] // 3] if "query_key_value" in fused.name else []
-    return [recorded[1], *older]
+    versions = [scalar.value for scalar in source.catalog.scalars if scalar.name == "checkpoint_version"]
+    old = "query_key_value" in fused.name
+    # What Megatron-LM takes a file without a version for.
+    return [stretches(min(versions, default=0.0) if old else math.inf, recorded[1], fused.shape[0])]
+
+
+def stretches(version: float, groups: int, num_rows: int) -> int:
+    """In how many stretches of its rows a fused tensor holds query, key and value each.
+
+    Source: NVIDIA/Megatron-LM ``megatron/checkpointing.py`` (2.4), ``fix_query_key_value_ordering``.
+
+    >>> stretches(0, 4, 96), stretches(1.0, 4, 96), stretches(3.0, 4, 96)
+    (1, 32, 4)
+    """
+    if version >= 2:
+        return groups
+    return num_rows // 3 if version >= 1 else 1
 
 
 class _Spelling:

@@ -27,6 +27,7 @@ _OPEN = (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.UNDETERMINED)
 SAME_NUMBERS = "equal as numbers"
 UNRELATED = "it has no more in common with the reference than unrelated weights have"
 ROUNDED_OTHERWISE = "a copy in one dtype rounds nothing, and elements differ by one distance between numbers"
+NOT_NEAREST = "elements are not the nearest numbers of the narrower dtype, as those of other tensors are"
 ONE_SIDED = "what differs is nearly all larger, or nearly all smaller: a factor or a cut-off, no rounding to nearest"
 _APART = (
     "more than one set of weights, stored twice, and less than weights that have nothing in common: how far training "
@@ -62,6 +63,8 @@ class OneSet:
 
     share: float
     """Of the elements that were trained, those that are equal in every bit (or, of weights alone, but once rounded)."""
+    nearest: bool = False
+    """Whether most of them are in the narrower dtype what is nearest in the wider one: all was rounded so."""
 
     @staticmethod
     def threshold(dtype: DType) -> Threshold:
@@ -84,9 +87,9 @@ class OneSet:
             return row
         if amount.num_far or amount.relative > threshold.relative:
             return replace(row, standing=Standing.BEYOND, threshold=threshold, detail=detail)
-        if one_dtype and amount.num_far == 0:
+        if amount.num_far == 0 and (one_dtype or self.nearest):
             standing = Standing.BEYOND if amount.one_sided else Standing.SUSPICIOUS
-            how = ONE_SIDED if amount.one_sided else ROUNDED_OTHERWISE
+            how = ONE_SIDED if amount.one_sided else ROUNDED_OTHERWISE if one_dtype else NOT_NEAREST
             return replace(row, standing=standing, threshold=threshold, detail=f"{detail}; {how}")
         standing = Standing.SUSPICIOUS if threshold.relative > SAYS_NOTHING * amount.spread else Standing.ROUNDING
         return replace(row, standing=standing, threshold=threshold, detail=detail)
@@ -113,7 +116,7 @@ def _one_set(rows: Sequence[Compared], left: Holding, model: Model) -> OneSet | 
     if model.num_steps <= 1 if has_state else model.trained:
         return None
     roles = MOMENTS if has_state else WEIGHTS
-    total = proved = 0
+    total = proved = cast = 0
     for row in rows:
         number = row.pair.reference
         if row.pair.role not in roles or number is None or not _both(row.pair) or not left.size(number):
@@ -121,7 +124,8 @@ def _one_set(rows: Sequence[Compared], left: Holding, model: Model) -> OneSet | 
         count = left.tensors[number].num_elements
         total += count
         proved += count if _is_same(row, rounded=not has_state) else 0
-    return OneSet(proved / total) if total and proved >= SHARE * total else None
+        cast += count if row.standing is Standing.CAST else 0
+    return OneSet(proved / total, cast >= SHARE * total) if total and proved >= SHARE * total else None
 
 
 def _is_same(row: Compared, *, rounded: bool) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from auditor.comparison.command import Choices
+from auditor.comparison.heads import recorded_heads
 from auditor.comparison.holding import Holding, Source
 from auditor.comparison.maps import MAPS
 from auditor.comparison.matching import EVERYTHING, Filter
@@ -105,7 +106,15 @@ def _scored(name: str, own: Source, theirs: Source, rules: tuple[NameRule, ...],
     count = _in_common(left, right)
     side = "reference" if mine else "candidate"
     note = f"map {name} on the {side}: {count} of {_count(left)} parameters against {_count(right)} have a counterpart"
+    if any(map(_of_heads, rules)) and recorded_heads(own, theirs) is None:
+        note += "; no configuration records the heads: how they lie is told by the numbers"
     return count, Views(rules if mine else (), () if mine else rules, (note,))
+
+
+def _of_heads(rule: NameRule) -> bool:
+    """Whether a rule asks how heads lie: for what is rotated head by head, or holds query, key and value of each."""
+    fused = any(word in rule.source for word in ("linear_qkv", "query_key_value"))
+    return rule.within > 1 or (fused and len(rule.targets) > 1)
 
 
 def _keys(catalog: Catalog) -> set[tuple[str, tuple[int, ...]]]:

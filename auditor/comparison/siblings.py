@@ -50,7 +50,7 @@ def _families(rows: Sequence[Compared], left: Holding, right: Holding) -> Iterat
             continue
         one, other = left.tensors[own], right.tensors[theirs]
         module, _, last = row.pair.name.rpartition(".")
-        if module and one.shape and one.shape == other.shape and one.dtype == other.dtype:
+        if module and one.shape[:1] > (1,) and one.shape == other.shape and one.dtype == other.dtype:
             found[module_of(module), last, row.pair.role, one.shape[1:], one.dtype].append(at)
     yield from (family for family in found.values() if 1 < len(family) <= MOST)
 

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import auditor
+from auditor.comparison.outcome import PROVED
 from auditor.comparison.verdict import exit_code
 from auditor.configuration import make_settings
 from tests.comparison.conversions import CONVERSIONS, plant
@@ -27,17 +28,17 @@ def header(*names):
 def healthy():
     header("conversion", "map", "tensors equal", "exit code")
     for conversion in CONVERSIONS:
-        found = auditor.compare(str(conversion.source), str(conversion.converted), exact=True)
-        used = found.maps[0].split()[1] if found.maps else "none"
-        proved = sum(
-            step.counts()[standing] for step in found.steps for standing in step.counts() if standing.value == "equal"
+        found = auditor.compare(
+            str(conversion.source), str(conversion.converted), **{"exact": True, **conversion.choices}
         )
+        used = found.maps[0].split()[1] if found.maps else "none"
+        proved = sum(row.standing in PROVED for step in found.steps for row in step.rows)
         row(conversion.what, used, proved, int(exit_code(found, SETTINGS)))
 
 
-def said(found):
-    """The first thing that the report says of the tensors that fail, and of all together."""
-    first = found.failing(found.steps[0])[0]
+def said(found, severity):
+    """The first thing that the report says of the tensors that are told from the reference, and of all together."""
+    first = found.failing(found.steps[0], severity)[0]
     causes = [cause.text for cause in (*found.steps[0].causes, first.cause) if cause is not None]
     text = f"{first.standing.value}: {first.detail}" if first.detail else first.standing.value
     return "; ".join((text, *causes[:1]))
@@ -46,11 +47,20 @@ def said(found):
 def planted(folder):
     header("conversion", "error", "exit code", "said", "of", "place right")
     for number, (conversion, error) in enumerate((c, e) for c in CONVERSIONS for e in c.planted):
-        found = auditor.compare(str(conversion.source), str(plant(conversion, error, folder / str(number))))
-        names = sorted(one.pair.name for one in found.failing(found.steps[0]))
+        found = auditor.compare(
+            str(conversion.source), str(plant(conversion, error, folder / str(number))), **conversion.choices
+        )
+        names = sorted(one.pair.name for one in found.failing(found.steps[0], error.severity))
         what = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         right = "yes" if names == sorted(error.tensors) else "no"
-        row(conversion.what.partition(",")[0], error.what, int(exit_code(found, SETTINGS)), said(found), what, right)
+        row(
+            conversion.what.partition(",")[0],
+            error.what,
+            int(exit_code(found, SETTINGS)),
+            said(found, error.severity),
+            what,
+            right,
+        )
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ Each error is planted into what a converter made, at a known place; what of it i
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from auditor.adapters.adapter import Options
 from auditor.discovery import one_run
+from auditor.model.finding import Severity
 from auditor.model.region import whole
 from auditor.storage.local import LocalStore
 from auditor.view.assemble import read_box
@@ -36,6 +37,7 @@ class Planted:
     """Words of the report, in the detail of the first tensor that is told from the reference, or as a cause."""
     tensors: tuple[str, ...]
     """All that is told from the reference."""
+    severity: Severity = Severity.ERROR
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Conversion:
     source: Path
     converted: Path
     planted: tuple[Planted, ...]
+    choices: dict = field(default_factory=dict)
+    """Of the comparison; `exact` where the converted weights have the dtype of the source's."""
 
 
 def catalog_of(run):
@@ -56,11 +60,16 @@ def catalog_of(run):
 
 
 def bits_of(run):
-    """Name of each parameter to its bits, and to its dtype."""
+    """Name of each weight to its bits, and to its dtype."""
     store, catalog = catalog_of(run)
-    own = [(n, t) for n, t in enumerate(catalog.tensors) if t.role.value == "parameter"]
+    own = [(n, t) for n, t in enumerate(catalog.tensors) if t.role.value == _role(catalog)]
     values = {t.name: read_box(store, catalog, n, 0, whole(t.shape)).copy() for n, t in own}
     return values, {t.name: t.dtype.name for _, t in own}
+
+
+def _role(catalog):
+    """As what weights are kept: as masters alone where a framework keeps no others."""
+    return next(role for role in ("parameter", "master") if any(t.role.value == role for t in catalog.tensors))
 
 
 def plant(conversion, planted, folder):
@@ -68,7 +77,7 @@ def plant(conversion, planted, folder):
     before, dtypes = bits_of(conversion.converted)
     after = {name: bits.copy() for name, bits in before.items()}
     planted.change(after)
-    if not list(conversion.converted.glob("*.msgpack")):
+    if list(conversion.converted.glob("config.json")) and not list(conversion.converted.glob("*.msgpack")):
         folder.mkdir(parents=True)
         shutil.copy(conversion.converted / "config.json", folder)
         write_safetensors(folder / "model.safetensors", after, dtypes)
@@ -78,7 +87,10 @@ def plant(conversion, planted, folder):
     for name, bits in after.items():
         if not np.array_equal(bits, before[name]):
             flat = np.ascontiguousarray(bits).reshape(-1)
-            rewrite(folder, catalog.step, name, "parameter", lambda old, flat=flat: flat.view(old.dtype))
+            role = next(
+                t.role.value for t in catalog.tensors if t.name == name and t.role.value in ("parameter", "master")
+            )
+            rewrite(folder, catalog.step, name, role, lambda old, flat=flat: flat.view(old.dtype))
     return folder
 
 
@@ -191,6 +203,21 @@ def stale(bits):
         bits[name] = earlier["4." + name.removeprefix("h.1.")]
 
 
+def _from_source(change):
+    """One matrix made anew of the source's float32 numbers, whose bits are changed to those of bfloat16."""
+
+    def changed(bits):
+        name = "model.layers.0.mlp.up_proj.weight"
+        values = bits_of(PAIRS / "adapter" / "source")[0][name].view(np.float32)
+        bits[name] = (change(values).view(np.uint32) >> 16).astype(np.uint16).reshape(bits[name].shape)
+
+    return changed
+
+
+twice_rounded = _from_source(lambda values: bfloat16(values.astype(np.float16)))
+cut_off = _from_source(lambda values: values)
+
+
 def layer(number, *names, stem="model.layers"):
     """Names in one layer."""
     return tuple(f"{stem}.{number}.{name}.weight" for name in names)
@@ -201,6 +228,7 @@ _META = ("input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "po
 _BLOOM = tuple(f"{name}.{kind}" for name in ("input_layernorm", "mlp.dense_4h_to_h", "mlp.dense_h_to_4h",
                "post_attention_layernorm", "self_attention.dense", "self_attention.query_key_value")
                for kind in ("bias", "weight"))  # fmt: skip
+_BLOCK = ("gain", "fall.bias", "fall.weight", "norm.bias", "norm.weight", "rise.bias", "rise.weight")
 _OLD = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
 
 CONVERSIONS = (
@@ -243,6 +271,11 @@ CONVERSIONS = (
         Planted("query, key and value left head by head",
                 each("transformer.h.1.attn.c_attn.weight", lambda bits: regrouped(bits.T, 2).T),
                 "read the other way round along dim 1", layer(1, "attn.c_attn", stem="transformer.h")),
+        Planted("all queries, keys and values left head by head",
+                lambda bits: [each(f"transformer.h.{n}.attn.c_attn.{kind}", lambda b: regrouped(b.T, 2).T)(bits)
+                              for n in (0, 1) for kind in ("weight", "bias")],
+                "read the other way round along dim 1",
+                tuple(f"transformer.h.{n}.attn.c_attn.{kind}" for n in (0, 1) for kind in ("bias", "weight"))),
         Planted("a square matrix left as it was", each("transformer.h.0.attn.c_proj.weight", np.transpose),
                 "transposed", layer(0, "attn.c_proj", stem="transformer.h")),
         Planted("the padding cut from the wrong end",
@@ -291,6 +324,30 @@ CONVERSIONS = (
         Planted("the router's rows in another order",
                 each("model.layers.1.mlp.gate.weight", lambda bits: bits[[1, 2, 0]]), "rolled by 1 along dim 0",
                 layer(1, "mlp.gate")))),
+    Conversion("BERT with norms' old names, transformers 5", PAIRS / "legacy_bert/source",
+               PAIRS / "legacy_bert/converted", (
+        Planted("two norms exchanged",
+                exchanged("encoder.layer.0.output.LayerNorm", "encoder.layer.1.output.LayerNorm"),
+                "holds the reference's encoder.layer.1.output.LayerNorm.gamma",
+                tuple(f"encoder.layer.{n}.output.LayerNorm.{x}" for n in (0, 1) for x in ("beta", "gamma"))),)),
+    Conversion("FSDP2 on two ranks as one file, `dcp_to_torch_save`", FIXTURES / "dcp/same_state/fsdp2_2",
+               PAIRS / "dcp", (
+        Planted("rows of one rank's part moved", each("up.weight", lambda bits: np.roll(bits, 1, axis=0)),
+                "rolled by 1 along dim 0", ("up.weight",)),)),
+    Conversion("ZeRO-2 in bfloat16 as float32, `zero_to_fp32`", FIXTURES / "deepspeed/zero2_bf16",
+               FIXTURES / "deepspeed/exported", (
+        Planted("one master rounded to bfloat16, and back",
+                each("blocks.1.rise.weight", numbers(bfloat16, np.float32)), "rounded to bfloat16 on their way",
+                ("blocks.1.rise.weight",)),), {"steps": "6"}),
+    Conversion("ZeRO-2 on three ranks, `ds_to_universal`", FIXTURES / "deepspeed/same_zero2_dp3",
+               FIXTURES / "deepspeed/same_universal_from_zero2", (
+        Planted("two blocks exchanged", exchanged("blocks.0.", "blocks.1."), "holds the reference's blocks.1.",
+                tuple(f"blocks.{n}.{name}" for n in (0, 1) for name in _BLOCK)),)),
+    Conversion("Llama in float32 as bfloat16, `save_pretrained`", PAIRS / "adapter/source", PAIRS / "cast", (
+        Planted("rounded to float16 before", twice_rounded, "not the nearest numbers", layer(0, "mlp.up_proj"),
+                Severity.WARNING),
+        Planted("cut off, not rounded", cut_off, "a cut-off, no rounding to nearest", layer(0, "mlp.up_proj"))),
+        {"exact": False}),
     Conversion("Llama in three files as one, `save_pretrained`", FIXTURES / "hugging_face" / "llama_sharded",
                PAIRS / "resharded", (
         Planted("a norm left out", without("model.norm.weight"), "", ("model.norm.weight",)),)),
