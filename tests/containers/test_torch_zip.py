@@ -16,7 +16,7 @@ from auditor.containers.torch_zip import StoredTensor, TorchFile, read_number, r
 from auditor.containers.zip_directory import read_directory
 from auditor.storage.faulty import Faults, FaultyStore
 from auditor.storage.memory import MemoryStore
-from auditor.storage.store import Entry
+from tests.sparse_file import Sparse
 
 torch = pytest.importorskip("torch")
 
@@ -534,20 +534,6 @@ def test_file_in_the_format_before_zip_is_read():
     file = read(saved([torch.ones(2)], _use_new_zipfile_serialization=False))
     assert file.container == "torch-legacy"
     assert file.tree[0].shape == (2,)
-
-
-class Sparse:
-    """An open file that is mostly zeros, so that it may be larger than any memory."""
-
-    def __init__(self, num_bytes: int, parts: dict[int, bytes]) -> None:
-        self.entry, self.parts = Entry("sparse", False, num_bytes, "1"), parts
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        buffer[:] = bytes(len(buffer))
-        for start, content in self.parts.items():
-            low, high = max(start, offset), min(start + len(content), offset + len(buffer))
-            if low < high:
-                buffer[low - offset : high - offset] = content[low - start : high - start]
 
 
 def test_enormous_pickle_is_given_up_before_it_is_read():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from auditor.containers.damage import DamagedError, LimitError
 from auditor.containers.zip_directory import MAX_DIRECTORY_BYTES, Member, read_directory
 from auditor.storage.memory import MemoryStore
-from auditor.storage.store import Entry
+from tests.sparse_file import Sparse
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed_pipeline"
@@ -67,20 +67,6 @@ def end64(count: int, length: int, start: int, at: int) -> bytes:
 def archive(bodies: bytes, entries: list[bytes], comment: bytes = b"") -> bytes:
     directory = b"".join(entries)
     return bodies + directory + end(len(entries), len(directory), len(bodies), comment)
-
-
-class Sparse:
-    """An open file that is mostly zeros, so that it may be larger than any memory."""
-
-    def __init__(self, num_bytes: int, parts: dict[int, bytes]) -> None:
-        self.entry, self.parts = Entry("sparse", False, num_bytes, "1"), parts
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        buffer[:] = bytes(len(buffer))
-        for start, content in self.parts.items():
-            low, high = max(start, offset), min(start + len(content), offset + len(buffer))
-            if low < high:
-                buffer[low - offset : high - offset] = content[low - start : high - start]
 
 
 # Sound files
