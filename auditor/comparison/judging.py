@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from auditor.comparison.averaged import told_of_mean
 from auditor.comparison.holding import Holding, Key, Lanes
 from auditor.comparison.lockstep import Distance, Stored, measure
 from auditor.comparison.matching import Pair, is_computed
@@ -119,7 +120,10 @@ class Bench:
             if found is None or apart.relative > found[0]:
                 found = apart.relative, right, apart
         assert found is not None
-        return self._told(row, left, *found[1:]), found[2]
+        row = self._told(row, left, *found[1:])
+        if len(own) > 1 and found[2].largest:
+            row = replace(row, detail=_joined(row.detail, told_of_mean(self.reference, pair.reference, found[1])))
+        return row, found[2]
 
     def _told(self, row: Compared, left: Stored, right: Stored, apart: Distance) -> Compared:
         row = replace(row, amount=amount_of(apart))

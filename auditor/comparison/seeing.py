@@ -81,13 +81,18 @@ def _views(reference: Side, candidate: Side, steps: tuple[int, int], choices: Ch
     theirs = Source(candidate.store, candidate.catalogs[steps[1]]())
     if choices.rename:
         return _of_rules("stated rules", own, theirs, choices.rename)
-    plain = _in_common(own.catalog, theirs.catalog)
-    names = [] if choices.map == "none" else [*MAPS] if choices.map == "auto" else [choices.map]
-    if plain == min(_count(own.catalog), _count(theirs.catalog)) and choices.map == "auto":
+    plain, most = _in_common(own.catalog, theirs.catalog), min(_count(own.catalog), _count(theirs.catalog))
+    asked = choices.map not in ("auto", "none")
+    if plain == most and not asked:
         return Views()
-    found = [view for name in names for view in _both_ways(name, own, theirs)]
-    best = max(found, key=lambda view: view[0], default=(0, Views()))
-    return best[1] if best[0] > plain or choices.map not in ("auto", "none") else Views()
+    names = [choices.map] if asked else [*MAPS] if choices.map == "auto" else []
+    best = (-1 if asked else plain), Views()
+    for view in (view for name in names for view in _both_ways(name, own, theirs)):
+        if view[0] > best[0]:
+            best = view
+        if best[0] == most:
+            break
+    return best[1]
 
 
 def _both_ways(name: str, own: Source, theirs: Source) -> Iterator[tuple[int, Views]]:

@@ -44,7 +44,12 @@ def test_norms_that_drifted_apart_are_told_from_their_mean():
     assert code(found) == 1
     rows = told(found)
     assert len(rows) == 16
-    assert all("2 replicas of the reference differ from each other" in row.detail for row in rows)
+    for row in rows:
+        assert "2 replicas of the reference differ from each other; " in row.detail
+        assert "it is the mean of the reference's 2 replicas" in row.detail
+    # Weights of another run are no mean of these.
+    healthy = compared(SAMPLE / "run" / "global_step80", PAIRS / "bloom" / "healthy")
+    assert not any("it is the mean" in row.detail for row in told(healthy))
 
 
 def test_a_merged_adapter_differs_where_it_was_merged_and_nowhere_else():
