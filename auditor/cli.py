@@ -239,12 +239,14 @@ def list_invariants() -> None:
 @app.command(epilog=example("explain REP001"))
 def explain(identifier: Annotated[str, typer.Argument(metavar="ID", help="Such as REP001, or its name.")]) -> None:
     """Explain one invariant: statement, why it matters, an example, what it misses, sources."""
-    from auditor.invariants.registry import find
+    from auditor.invariants.registry import find, invariants
     from auditor.report.catalogue import page
 
     item = find(identifier)
     if item is None:
-        raise UsageError(f"{identifier} is no invariant; `auditor invariants` lists them")
+        members = [one.id for one in invariants() if one.family == identifier.upper()]
+        which = f"a family: explain one of {', '.join(members)}" if members else "no invariant"
+        raise UsageError(f"{identifier} is {which}; `auditor invariants` lists them")
     print(page(item), end="")
 
 

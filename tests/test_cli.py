@@ -81,6 +81,7 @@ def test_json_finding_has_what_design_promises():
 def test_several_runs_are_wrapped():
     document = json.loads(auditor("check", FIXTURES, "--format", "json").stdout)
     assert [run["run"].rpartition("/")[2] for run in document["runs"]] == ["tp2_pp2", "tp4"]
+    assert "2 runs: holds 2\n" in auditor("check", FIXTURES, "--level", "names").stdout
 
 
 @pytest.mark.parametrize(
@@ -199,6 +200,7 @@ def test_invariants_and_explain():
         assert "## What it misses" in page
     assert auditor("explain", "replicas-differ").stdout == auditor("explain", "rep001").stdout
     assert auditor("explain", "ABC999").returncode == 2
+    assert "rep is a family: explain one of REP001, REP002" in auditor("explain", "rep").stderr
 
 
 def test_usage_errors_exit_2(tmp_path):

@@ -36,4 +36,5 @@ def last_lines(result: Exported) -> Iterator[str]:
         yield f"{name} changed while it was read: its step is not finished; run the export again"
     total = sum(written.num_bytes for written in result.steps.values())
     whole = "incomplete" if result.incomplete or result.changed else "whole, verified by digest"
-    yield f"{result.location}: {len(result.steps)} steps, {size(total)} written, {whole}"
+    steps = f"{len(result.steps)} step{'s' if len(result.steps) > 1 else ''}"
+    yield f"{result.location}: {steps}, {size(total)} written, {whole}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from auditor.errors import UsageError
 from auditor.invariants.integrity_runs import number_in
 from auditor.model.finding import Judgement
-from auditor.report.open_questions import named
+from auditor.report.open_questions import named, unjudged
 from auditor.reports import Report, RunReport
 from auditor.settings import Settings
 
@@ -37,9 +37,8 @@ def last_good_lines(run: RunReport, settings: Settings) -> Iterator[str]:
     yield from _few(f"not step {step}: {reason}" for step, reason in run.rejected)
     yield from _few(_newer_unaudited(run))
     yield from _few(_milder(run, settings))
-    unjudged = run.unjudged()
-    if good is not None and unjudged:
-        yield f"not judged: {named(unjudged)}"
+    if good is not None and (silent := unjudged(run)):
+        yield f"not judged: {named(silent)}"
     if good is not None and settings.tensors:
         yield f"only tensors {settings.tensors} were looked at"
     mine = next((step for step in run.steps if good is not None and step.state == good), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from rich.markup import escape
@@ -11,7 +11,7 @@ from rich.markup import escape
 from auditor.invariants.registry import invariants
 from auditor.model.finding import Finding, Interval, Location, Outcome, Severity
 from auditor.model.run import Commit
-from auditor.report.open_questions import named, open_lines
+from auditor.report.open_questions import named, open_lines, unjudged
 from auditor.report.text_safety import visible
 from auditor.reports import Report, RunReport, StepReport
 from auditor.settings import Level
@@ -35,6 +35,11 @@ def text_lines(report: Report, *, verbose: bool = False) -> Iterator[str]:
         if number:
             yield ""
         yield from _run(run, report, verbose)
+    if len(report.runs) > 1:
+        words = Counter(verdict(run, report.settings) for run in report.runs)
+        yield ""
+        counted_words = " · ".join(f"{word} {words[word]}" for word in _VERDICT_COLOURS if words[word])
+        yield f"{len(report.runs)} runs: {counted_words}"
     if report.settings.origins:
         yield f"settings: {safe(', '.join(report.settings.origins))}"
     yield f"exit code {int(exit_code(report))}"
@@ -82,10 +87,10 @@ def _good_phrase(run: RunReport, report: Report) -> str:
     phrase = f"last good step {run.last_good.step}"
     if run.findings:
         phrase += f" ({safe(run.last_good.path or '.')})"
-    serious = [name for name in run.unjudged() if name != "INT010"]
+    serious = unjudged(run)
     tensors = report.settings.tensors
-    unjudged = [*([named(serious)] if serious else []), *([f"tensors other than {tensors}"] if tensors else [])]
-    return f"{phrase}, not having judged {safe(', '.join(unjudged))}" if unjudged else phrase
+    left_out = [*([named(serious)] if serious else []), *([f"tensors other than {tensors}"] if tensors else [])]
+    return f"{phrase}, not having judged {safe(', '.join(left_out))}" if left_out else phrase
 
 
 def _steps_phrase(steps: Sequence[int]) -> str:
