@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -19,15 +19,16 @@ from auditor.comparison.one_set import WEIGHTS, is_adapter, one_sets
 from auditor.comparison.outcome import PROVED, SUSPECT, Compared, Comparison, Standing, StepComparison
 from auditor.comparison.precision import told_of_coarse
 from auditor.comparison.proposal import Proposed, propose
-from auditor.comparison.records import Recorded, explaining, recorded, recorded_cause
+from auditor.comparison.records import Recorded, explaining, recorded, recorded_causes
 from auditor.comparison.rounding import counted_steps, model_of
 from auditor.comparison.seeing import Views, views_of
-from auditor.comparison.shared_causes import ARITHMETIC, Shared, shared_causes
+from auditor.comparison.shared_causes import ARITHMETIC, shared_causes
 from auditor.comparison.siblings import rejoined
 from auditor.comparison.side import Progress, Side, open_side
 from auditor.comparison.together import CommonFactor, common_factor, following, with_factor
 from auditor.errors import NothingToAuditError
 from auditor.model.catalog import Role
+from auditor.model.finding import LikelyCause
 from auditor.settings import Settings
 
 
@@ -143,52 +144,63 @@ class _UnderWay:
         left = self.views.reference(self.reference.steps[own], sketched)
         right = self.views.candidate(self.candidate.steps[theirs], sketched)
         pairing = match(left, right, self.choices.chosen, every_role=self.choices.resume)
-        num_steps = self._num_steps(left)
-        model = model_of(
-            left, right, pairing.pairs, num_steps, compute=self.choices.compute, num_terms=self.choices.num_terms,
-            learning_rate=self.choices.learning_rate, trained=self.anchor is not None,
-        )  # fmt: skip
-        contents = self._contents(left)
-        noise, told = self.reruns.thresholds(own, left, right, model)
-        bench = Bench(left, right, model, noise, {**self.before, **contents}, self.allowed)
+        bench, told = self._bench(own, left, right, pairing)
         rows, factor = self._judged(bench, pairing)
         differing = recorded(left, right, alone=self.choices.resume)
         shared = shared_causes(rows, factor, Setting((left.mesh, right.mesh)))
-        shared = self._with_recorded(shared, own, differing, rows, first_step=bool(self.anchor) and num_steps == 1)
-        self.before = {key: f"{text} of step {own}" for key, text in contents.items()}
-        weights = [row for row in rows if row.pair.role in (Role.PARAMETER, Role.MASTER)]
-        if weights and all(row.standing in PROVED for row in weights):
-            self.anchor = own, counted_steps(left) or float(own)
-        self.allowed = {} if self.anchor and self.anchor[0] == own else {**self.allowed, **bench.allowed}
+        causes = self._with_recorded(own, shared.causes, bench, differing, rows)
+        self._keep(own, bench, rows)
         return StepComparison(
-            own, theirs, (left.path, right.path), (left.format, right.format), tuple(rows), num_steps,
+            own, theirs, (left.path, right.path), (left.format, right.format), tuple(rows), bench.model.num_steps,
             (*_notes(pairing), *told, *_coarsely(bench, rows)), (*left.failures, *right.failures),
-            (*left.changed, *right.changed), shared.causes, shared.gathered, tuple(one.place for one in differing),
+            (*left.changed, *right.changed), causes, shared.gathered, tuple(one.place for one in differing),
             left.num_bytes_read + right.num_bytes_read,
         )  # fmt: skip
 
+    def _bench(self, step: int, left: Holding, right: Holding, pairing: Matching) -> tuple[Bench, tuple[str, ...]]:
+        """Both sides with what they are judged by, and what is to be said of reruns."""
+        model = model_of(
+            left, right, pairing.pairs, self._num_steps(left), compute=self.choices.compute,
+            num_terms=self.choices.num_terms, learning_rate=self.choices.learning_rate, trained=self.anchor is not None,
+        )  # fmt: skip
+        noise, told = self.reruns.thresholds(step, left, right, model)
+        return Bench(left, right, model, noise, {**self.before, **self._contents(left)}, self.allowed), told
+
+    def _keep(self, step: int, bench: Bench, rows: Sequence[Compared]) -> None:
+        """What later steps want of this one."""
+        left = bench.reference
+        self.before = {key: f"{text} of step {step}" for key, text in self._contents(left).items()}
+        weights = [row for row in rows if row.pair.role in (Role.PARAMETER, Role.MASTER)]
+        equal = bool(weights) and all(row.standing in PROVED for row in weights)
+        if equal:
+            self.anchor = step, counted_steps(left) or float(step)
+        self.allowed = {} if equal else {**self.allowed, **bench.allowed}
+
     def _with_recorded(
-        self, shared: Shared, step: int, differing: Sequence[Recorded], rows: Sequence[Compared], *, first_step: bool
-    ) -> Shared:
-        """The shared causes, with what is recorded otherwise before what it explains, and after what it does not."""
+        self, step: int, causes: Sequence[LikelyCause], bench: Bench, differing: Sequence[Recorded],
+        rows: Sequence[Compared],
+    ) -> tuple[LikelyCause, ...]:  # fmt: skip
+        """The causes, with what is recorded otherwise, here or first, before what it explains, and after the rest."""
         if differing and self.otherwise is None:
             self.otherwise = step, differing
         if not any(row.standing in SUSPECT for row in rows) or self.otherwise is None:
-            return shared
-        since, found = (step, differing) if differing else self.otherwise
-        sure = explaining(found, rows, first_step=first_step)
-        rest = [one for one in found if one not in sure]
-        where = "" if since == step else f" in step {since}"
-        before = [recorded_cause(sure, where)] if sure else []
-        after = [recorded_cause(rest, where)] if rest else []
-        causes = [cause for cause in shared.causes if not (sure and cause.text == ARITHMETIC)]
-        return replace(shared, causes=(*before, *causes, *after))
+            return tuple(causes)
+        first_step = self.anchor is not None and bench.model.num_steps == 1
+        before, after = list[LikelyCause](), list[LikelyCause]()
+        for since, found in dict([self.otherwise, (step, differing)]).items():
+            sure = explaining(found, rows, first_step=first_step)
+            where = "" if since == step else f" in step {since}"
+            before += recorded_causes(sure, where)
+            after += recorded_causes([one for one in found if one not in sure], where)
+        return (*before, *(cause for cause in causes if not (before and cause.text == ARITHMETIC)), *after)
 
     def _judged(self, bench: Bench, pairing: Matching) -> tuple[list[Compared], CommonFactor | None]:
         """Every pair as it stands, with what it may be; and the factor that all gradients share."""
         left, right = bench.reference, bench.candidate
         setting = Setting((left.mesh, right.mesh))
         rows, measures = list[Compared](), dict[int, tuple[Compared, Distance]]()
+        both = [(p.reference, p.candidate) for p in pairing.pairs if None not in (p.reference, p.candidate)]
+        matched = {own for own, _ in both}, {theirs for _, theirs in both}
         for pair in pairing.pairs:
             row, apart = bench.judge(pair)
             if apart is not None and row.standing is not Standing.ROUNDING and not row.holds:
@@ -198,7 +210,7 @@ class _UnderWay:
                 measures[len(rows)] = row, replace(apart, profiles=[])
             if self.anchor is not None:
                 row = bench.coarse(bench.replayed(row))
-            rows.append(_tied(row, left, right, pairing))
+            rows.append(_tied(row, left, right, matched))
         factor = common_factor([*measures.values()])
         rows = following(with_factor(_like_twins(rows, left, right), factor))
         return self._settled(bench, rows, {at: apart for at, (_, apart) in measures.items()}), factor
@@ -237,16 +249,15 @@ class _UnderWay:
         return found
 
 
-def _tied(row: Compared, left: Holding, right: Holding, pairing: Matching) -> Compared:
+def _tied(row: Compared, left: Holding, right: Holding, matched: tuple[Set[int | None], Set[int | None]]) -> Compared:
     """A tensor that one side lacks, and the other holds under another name as well, is a tied one."""
-    pair = row.pair
-    if row.standing not in (Standing.LACKING, Standing.EXTRA):
+    own, theirs = row.pair.reference, row.pair.candidate
+    if row.standing is Standing.LACKING and own is not None:
+        same = tied_to(left, own, matched[0])
+    elif row.standing is Standing.EXTRA and theirs is not None:
+        same = tied_to(right, theirs, matched[1])
+    else:
         return row
-    holding, number = (left, pair.reference) if pair.reference is not None else (right, pair.candidate)
-    others = [own for one in pairing.pairs if one.reference is not None and one.candidate is not None
-              for own in ([one.reference] if holding is left else [one.candidate])]  # fmt: skip
-    assert number is not None
-    same = tied_to(holding, number, others)
     if same is None:
         return row
     return replace(row, standing=Standing.EQUAL, detail=f"tied: the same numbers as {same.name}, stored there alone")
@@ -264,10 +275,10 @@ def _like_twins(rows: list[Compared], left: Holding, right: Holding) -> list[Com
     for row in rows:
         own, theirs = row.pair.reference, row.pair.candidate
         if row.amount and row.standing is Standing.UNDETERMINED and own is not None and theirs is not None:
-            same = tied_to(left, own, [number for number in known if number is not None])
+            same = tied_to(left, own, known.keys())
             other = named.get(same.name) if same is not None else None
             alike = other is not None and other.pair.candidate is not None
-            if alike and other and tied_to(right, theirs, [other.pair.candidate or 0]) is not None:
+            if alike and other and tied_to(right, theirs, {other.pair.candidate}) is not None:
                 detail = f"tied: as {other.pair.name}"
                 row = replace(row, standing=other.standing, threshold=other.threshold, detail=detail)
         found.append(row)

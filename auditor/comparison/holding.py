@@ -71,6 +71,21 @@ class Holding:
         totals = self.contents.totals
         return int(totals["lane0"][row]), int(totals["lane1"][row])
 
+    def content(self, number: int) -> tuple[object, ...] | None:
+        """By what a tensor is the same as another; None where it was not read."""
+        rows, what = self.rows.get(number), self.tensors[number]
+        return (what.role, what.dtype, what.shape, self.lanes(rows[0])) if rows else None
+
+    @cached_property
+    def alike(self) -> dict[tuple[object, ...], list[int]]:
+        """Content to the tensors that hold it."""
+        found: dict[tuple[object, ...], list[int]] = {}
+        for number in self.rows:
+            key = self.content(number)
+            if key is not None:
+                found.setdefault(key, []).append(number)
+        return found
+
     def distinct(self, number: int) -> list[int]:
         """The rows of the contents of one tensor that differ from each other, the lowest replica's first."""
         found: dict[Lanes, int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -160,15 +160,8 @@ def is_computed(tensor: Tensor) -> bool:
     return bool(mask or _COMPUTED.fullmatch(tensor.name))
 
 
-def tied_to(holding: Holding, number: int, matched: Sequence[int]) -> Tensor | None:
+def tied_to(holding: Holding, number: int, matched: Set[int | None]) -> Tensor | None:
     """Another tensor of the same side and role, among ``matched``, that holds the same content: a tied one."""
-    rows = holding.rows.get(number)
-    if not rows:
-        return None
-    what, lanes = holding.tensors[number], holding.lanes(rows[0])
-    for other in matched:
-        tensor, found = holding.tensors[other], holding.rows.get(other)
-        alike = (tensor.shape, tensor.dtype, tensor.role) == (what.shape, what.dtype, what.role)
-        if found and alike and holding.lanes(found[0]) == lanes:
-            return tensor
-    return None
+    key = holding.content(number)
+    found = holding.alike.get(key, ()) if key is not None else ()
+    return next((holding.tensors[other] for other in found if other in matched), None)

@@ -52,11 +52,11 @@ def recorded(reference: Holding, candidate: Holding, *, alone: bool) -> tuple[Re
     return (*settings, *_dtypes(reference, candidate), *_scalars(reference, candidate, alone=alone))
 
 
-def recorded_cause(found: Sequence[Recorded], since: str = "") -> LikelyCause:
-    """What is recorded otherwise, offered as the cause of what differs; ``since``: in which step, where in another."""
+def recorded_causes(found: Sequence[Recorded], where: str = "") -> list[LikelyCause]:
+    """What is recorded otherwise, offered as one cause; none for nothing. ``where``: in which step, if in another."""
     texts = list(dict.fromkeys(one.place for one in found))
     more = f"; and {len(texts) - 4} more" if len(texts) > 4 else ""
-    return LikelyCause(f"recorded otherwise{since}: {'; '.join(texts[:4])}{more}", _SOURCE)
+    return [LikelyCause(f"recorded otherwise{where}: {'; '.join(texts[:4])}{more}", _SOURCE)] if texts else []
 
 
 def explaining(found: Sequence[Recorded], rows: Sequence[Compared], *, first_step: bool) -> list[Recorded]:

@@ -7,6 +7,7 @@ gradients; weights follow from moments.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,9 +29,17 @@ SAYS_NOTHING = 0.5
 """A threshold above so much of what tensors that have nothing to do with each other would show tells nothing."""
 IN_COMMON = 1.2
 """Times their spread by which weights differ that have nothing in common: √2, where both spread alike."""
+JUMPS = 2.0
+"""Up to this multiple of what tokens that change their expert may do, a difference is suspicious."""
+DENSE = 0.5
+"""Of that, what reaches tensors that every token goes through."""
+SELDOM = 0.01
+"""Tokens that change their expert in a step: where fewer are expected none did."""
 KERNEL_DIMS = 4
 """Of a convolution over images; matrices of experts and of stacked layers have three."""
 UNSHOWN = "a convolution's sums run over pixels, which show in no shape: --tokens states images times pixels"
+_ROUTED = re.compile(r"experts?[._]|router|moe|block_sparse", re.IGNORECASE)
+"""In names of experts, and of what chooses them."""
 ACCUMULATOR = "float32"
 """In which matrix products are summed, whatever the dtype of their factors."""
 
@@ -102,6 +111,8 @@ class Model:
     """Whether both were seen equal in a step before."""
     whole: bool = False
     """Whether an update is made of whole matrices (Muon): what rounding does to one element reaches all."""
+    routed: bool = False
+    """Whether routers send tokens to experts."""
     unshown: bool = False
     """Whether sums run over pixels, of which there may be any number, and ``num_terms`` is not stated."""
 
@@ -123,6 +134,17 @@ class Model:
             f"·{GROWTH:g}^{self.depth(name)}"
         )
         return found, text
+
+    def jump(self, name: str, share: float) -> float:
+        """How far a gradient may jump where tokens change their expert: a choice of the best is not continuous.
+
+        A token does so where its scores are nearer to each other than they are rounded. ``share``: the round-off, which
+        that part of the tokens is taken to be. Their gradients are others then, so the sum over tokens changes by the
+        root of their part. With the number of tokens known, none is expected where the part is far below one token.
+        """
+        if not self.routed or (self.num_terms and share * self.num_terms * len(self.layers) < SELDOM):
+            return 0.0
+        return math.sqrt(share) * (1.0 if _ROUTED.search(name) else DENSE)
 
     def floor(self, role: Role, name: str, num_elements: int) -> float:
         """Length that a tensor of this size has where its elements are as large as its layer's."""
@@ -146,7 +168,8 @@ def model_of(
     return Model(
         DTYPES[compute] if compute else lowest, num_steps, layers, _levels(reference), num_terms,
         learning_rate or max(rates, default=None), _betas(reference), _epsilon(reference), masters,
-        counted_steps(reference) or num_steps, trained, _whole(reference), not num_terms and _convolves(reference),
+        counted_steps(reference) or num_steps, trained, _whole(reference), any(map(_ROUTED.search, names)),
+        not num_terms and _convolves(reference),
     )  # fmt: skip
 
 
@@ -218,8 +241,9 @@ def of_moment(model: Model, pair: Pair, dtype: DType, shape: Sequence[int], size
             "updates are made of whole matrices: how far weights, and gradients after them, may be apart is not derived"
         )
     share, text = model.gradient(pair.name, shape)
+    jump = model.jump(pair.name, share)
     if pair.role is Role.SECOND_MOMENT:
-        share, text = 2 * share, f"2·{text}"
+        share, jump, text = 2 * share, 2 * jump, f"2·{text}"
     if dtype.mantissa_bits < DTYPES[ACCUMULATOR].mantissa_bits:
         share, text = share + dtype.epsilon, f"({text} + 2^-{dtype.mantissa_bits} as stored)"
     if model.num_steps > 1:
@@ -229,7 +253,11 @@ def of_moment(model: Model, pair: Pair, dtype: DType, shape: Sequence[int], size
         return "the reference is zero"
     if floor > size:
         share, text = share * floor / size, f"{text}·{floor / size:.3g} (small beside its layer)"
-    return Threshold(share, text, "derived")
+    if not jump:
+        return Threshold(share, text, "derived")
+    beyond = SUSPICIOUS * share + JUMPS * jump
+    text = f"{text} + {jump:.2g} (tokens that change their expert)"
+    return Threshold(share + jump, text, "derived", suspicious=beyond / (share + jump))
 
 
 def uncertainty(
