@@ -121,16 +121,16 @@ def compare(
 def last_good(
     paths: RunPaths, steps: Steps = None, level: LevelName = None, select: Select = None, ignore: Ignore = None,
     fail_on: FailOn = None, strict: Strict = None, settle: Settle = None, config: Config = None,
-    threads: Threads = None,
+    threads: Threads = None, baseline: Baseline = None,
 ) -> None:  # fmt: skip
     """Print the path of one run's newest good step, for launch scripts. Exit 1 if no step is good, 4 if there is none.
 
-    Good: committed, whole, tiled, and without a finding at or above --fail-on. Why newer steps are not good, and what
-    was not judged, is said on standard error.
+    Good: committed, whole, tiled, and without a finding at or above --fail-on, of its own or of an earlier step that is
+    not known to be over. Why newer steps are not good, and what was not judged, is said on standard error.
     """
     settings = _settings(
         config, steps=steps, level=level, select=select, ignore=ignore, fail_on=fail_on, strict=strict, settle=settle,
-        threads=threads,
+        threads=threads, baseline=baseline,
     )  # fmt: skip
     from auditor.report.last_good_report import last_good_lines, run_of
     from auditor.storage.roots import below

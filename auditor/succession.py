@@ -10,7 +10,7 @@ import numpy as np
 from auditor.invariants.invariant import Invariant
 from auditor.invariants.neighbours import History, Neighbours
 from auditor.model.catalog import Catalog
-from auditor.model.finding import Judgement, Severity
+from auditor.model.finding import Judgement, Location, Severity
 from auditor.model.joint import Beside, Joint
 from auditor.model.observation import OBSERVED, Observations
 from auditor.model.run import StepEvidence
@@ -59,6 +59,7 @@ class Succession:
     """The newest that was measured."""
     history: dict[str, History] = field(default_factory=dict)
     doubted: dict[str, frozenset[str]] = field(default_factory=dict)
+    jumped: dict[str, Mapping[tuple[str, str], Sequence[Location]]] = field(default_factory=dict)
     rates: dict[str, frozenset[object]] = field(default_factory=dict)
     """The betas that all saves so far record."""
 
@@ -102,7 +103,7 @@ class Succession:
         judges = {item.id: item.judge_motion for item in items if item.judge_motion}
         if before is None or before.catalog.step >= after.catalog.step:
             return {identifier: Judgement(not_applicable={FIRST_SAVE: 1}) for identifier in judges}
-        neighbours = Neighbours(before, after, self.history[name], self.doubted[name])
+        neighbours = Neighbours(before, after, self.history[name], self.doubted[name], self.jumped[name])
         if asking.before is not None and asking.before.catalog is before.catalog:
             neighbours.joints, neighbours.why_not_joined = after.observations.joints, asking.why_not
             neighbours.remembered = asking.remembered
@@ -138,6 +139,12 @@ class Succession:
         name = evidence.catalog.format
         self.before[name] = evidence
         severities = {item.id: item.severity for item in items}
+        self.jumped[name] = {
+            (item.id, violation.subject): violation.locations
+            for item in items
+            if item.lasting and item.id in judgements
+            for violation in judgements[item.id].violations
+        }
         places = [
             location
             for identifier, judgement in judgements.items()

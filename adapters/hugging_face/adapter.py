@@ -17,7 +17,8 @@ from auditor.adapters.hugging_face.catalog import HuggingFaceReading
 from auditor.adapters.hugging_face.components import components_in
 from auditor.adapters.hugging_face.files import ADAPTER_KINDS, MODEL_KINDS, kind_of_only, open_json, open_weights
 from auditor.adapters.hugging_face.sets import WeightSet, find_set
-from auditor.adapters.hugging_face.trainer_files import TRAINER_STATE
+from auditor.adapters.hugging_face.trainer_files import SCHEDULE, TRAINER_STATE
+from auditor.adapters.step_file import StepFile
 from auditor.adapters.step_names import step_name
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Entry, Store, base_name
@@ -111,8 +112,14 @@ def _step(store: Store, folder: Folder) -> tuple[int, str, int | None]:
         state = open_json(store, folder, TRAINER_STATE).content or {}
         step = state.get("global_step")
         if type(step) is int and 0 <= step < 1 << 53:
-            named = _OWN_NAME.fullmatch(name)
-            return step, f"{TRAINER_STATE} records global_step={step}", int(named[1]) if named else None
+            match = _OWN_NAME.fullmatch(name)
+            named = int(match[1]) if match else None
+            if named not in (None, step) and SCHEDULE in folder.files:
+                schedule = StepFile.read(store, folder, SCHEDULE)
+                if schedule.tree.get("last_epoch") == named:
+                    # Two of three: the file is another step's.
+                    return named, f"{SCHEDULE} was stepped {named} times, as often as the folder's name tells", named
+            return step, f"{TRAINER_STATE} records global_step={step}", named
     found = None if folder.alone else _STEP_FOLDER.fullmatch(name)
     if found:
         return int(found[1] or found[2]), "its step is the folder's number", None

@@ -39,7 +39,13 @@ from auditor.adapters.hugging_face.tensors import (
     place,
     ties_in,
 )
-from auditor.adapters.hugging_face.trainer_files import TRAINER_STATE, Listings, TrainerFiles, has_trained_siblings
+from auditor.adapters.hugging_face.trainer_files import (
+    TRAINER_STATE,
+    Listings,
+    TrainerFiles,
+    has_trained_siblings,
+    record_rates,
+)
 from auditor.adapters.step_file import Opened
 from auditor.adapters.step_names import is_part
 from auditor.adapters.ties import distinct
@@ -123,6 +129,7 @@ class HuggingFaceReading:
         step = self._small(TRAINER_STATE).get("global_step")
         if type(step) is int and 0 <= step < 1 << 53:
             self.builder.scalars.append(Scalar("global_steps", float(step), join(self.folder.path, TRAINER_STATE)))
+            record_rates(self.builder, join(self.folder.path, TRAINER_STATE), self._small(TRAINER_STATE))
 
     def _add_small(self, opened: Opened[Mapping[str, Any]]) -> None:
         self.small[opened.name] = opened

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from auditor.adapters.adapter import MAX_LOST, Folder
 from auditor.adapters.catalog_builder import CatalogBuilder
@@ -225,6 +226,25 @@ def record_schedule(builder: CatalogBuilder, path: str, file: StepFile) -> None:
     count = file.tree.get("last_epoch")
     if is_count(count) and count >= 0 and not any(key in file.tree for key in _UNCOUNTED):
         builder.scalars.append(Scalar("scheduler_steps", float(count), path))
+
+
+def record_rates(builder: CatalogBuilder, path: str, state: Mapping[str, Any]) -> None:
+    """Add since which step the rates that the Trainer logged only fall, and until which they were logged.
+
+    Two that fall tell that the rates do: the first may be one that still rose.
+    """
+    history = state.get("log_history")
+    logged = [
+        (float(entry["step"]), float(entry["learning_rate"]))
+        for entry in (history if isinstance(history, list) else ())
+        if isinstance(entry, dict) and is_count(entry.get("step")) and is_count(entry.get("learning_rate"))
+    ]
+    since = len(logged) - 1
+    while since > 0 and logged[since - 1][1] >= logged[since][1]:
+        since -= 1
+    if since + 1 < len(logged):
+        builder.scalars.append(Scalar("rates_fall_since", logged[since + 1][0], path))
+        builder.scalars.append(Scalar("rates_logged_until", logged[-1][0], path))
 
 
 def record_random_state(

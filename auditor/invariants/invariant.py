@@ -89,6 +89,9 @@ class Invariant:
     ranks_as: str = ""
     """The family at whose place in the order of precedence it stands, where that is not its own: a file of another save
     explains what doesn't fit it, as a lost one does; a NaN in one replica, that it differs from the others."""
+    lasting: bool = False
+    """Whether what it speaks of stays without showing again: a jump, from which every later save descends. It is over
+    only where a later judgement has its subject among those that :attr:`~auditor.model.finding.Judgement.held`."""
     one_fault: bool = False
     """Whether subjects that violate it in different steps are still one fault (a drift, spreading NaNs)."""
 

@@ -21,6 +21,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from auditor.model.optimizer import ParameterGroup
+
 Numbers = Mapping[str, Any]
 
 
@@ -49,6 +51,9 @@ _FORMS: tuple[tuple[frozenset[str], Callable[[Numbers], float]], ...] = (
     (frozenset({"gamma"}), lambda s: s["base_lr"] * s["gamma"] ** s["last_epoch"]),
 )
 """What a form records besides count and base, the narrower first."""
+_OFF = 1e-5
+"""Of the largest rate: what rounding adds up to over a million steps."""
+_MOST_COUNTS = 1024
 _EVERY = frozenset({"base_lr", "last_epoch", "verbose", "_step_count"})
 
 
@@ -67,6 +72,45 @@ def scheduled_rate(schedule: Numbers, group: Numbers) -> float | None:
     except (ArithmeticError, KeyError, TypeError, ValueError):
         return None
     return rate if isinstance(rate, float) and math.isfinite(rate) else None
+
+
+def follows(group: ParameterGroup) -> bool:
+    """Whether a group has the rate that its schedule has."""
+    rate, wanted = group.hyperparameters.get("lr"), scheduled_rate(group.schedule, group.hyperparameters)
+    if wanted is None or not isinstance(rate, (int, float)):
+        return False
+    known = (wanted, group.schedule.get("base_lr"), group.hyperparameters.get("max_lr"))
+    largest = max(abs(value) for value in known if isinstance(value, (int, float)))
+    return abs(rate - wanted) <= _OFF * largest
+
+
+def largest_between(before: ParameterGroup, after: ParameterGroup) -> float | None:
+    """The largest rate that a schedule has from one count to a later one; None where its form is not recorded.
+
+    Both groups must have the rate of their count, or something else sets it. Of very many counts some are looked at.
+    """
+    old, new = before.schedule, after.schedule
+    counts = [schedule.get("last_epoch") for schedule in (old, new)]
+    if old.keys() != new.keys() or not all(isinstance(count, (int, float)) for count in counts):
+        return None
+    first, last = (float(count) for count in counts if isinstance(count, (int, float)))
+    if not (last >= first and follows(before) and follows(after)):
+        return None
+    if "T_cur" in new and (new["T_i"] != old["T_i"] or _number(new["T_cur"]) - _number(old["T_cur"]) != last - first):
+        return max(_number(new["base_lr"]), _number(new["eta_min"]))
+    stride = max((last - first) / _MOST_COUNTS, 1.0)
+    found = (_back(new, stride * k) for k in range(int((last - first) / stride) + 1))
+    rates = (scheduled_rate(schedule, after.hyperparameters) for schedule in found)
+    return max((rate for rate in rates if rate is not None), default=None)
+
+
+def _back(schedule: Numbers, steps: float) -> dict[str, Any]:
+    """A schedule as it was so many steps ago, in the same cycle."""
+    return {**schedule, **{key: schedule[key] - steps for key in ("last_epoch", "T_cur") if key in schedule}}
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _one_cycle(schedule: Numbers, group: Numbers) -> float | None:

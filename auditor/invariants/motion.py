@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from auditor.invariants import stillness
 from auditor.invariants.invariant import Invariant, Needs
+from auditor.invariants.motion_older import parts_of_older_saves
 from auditor.invariants.neighbours import Key, Neighbours
 from auditor.invariants.optimizer_lost import MOVES_BY_ITSELF
 from auditor.invariants.optimizer_state import plain
@@ -116,6 +117,7 @@ def no_part_is_stale(neighbours: Neighbours) -> Judgement:
     for part in parts:
         by_key.setdefault(part.key, []).append(part)
     found.violations += [_stale_parts(neighbours, key, members, seen) for key, members in by_key.items()]
+    found.violations += parts_of_older_saves(neighbours)
     files = {part.file for part in (*seen.moments, *seen.weights)}
     found.num_holds += len({file for file in files if file not in seen.stale_files})
     if not files:
@@ -174,7 +176,8 @@ def the_step_is_new(neighbours: Neighbours) -> Judgement:
         return Judgement(not_applicable={"no optimizer step was counted since the save before": 1})
     severity = Severity.ERROR if usual is not None and moments_rest else Severity.WARNING
     reason = "" if moments_rest else _why_at_rest(neighbours)
-    if severity < Severity.ERROR and all(neighbours.history.of(*key).num_moved < _USUALLY for key in names):
+    trained = any(neighbours.history.of(*key).num_moved >= _USUALLY for key in names) or _must_have_moved(neighbours)
+    if severity < Severity.ERROR and not trained:
         reason = reason or "all weights rest, and neither counters nor earlier saves tell that they are trained"
     if reason:
         return Judgement(undetermined={reason: ("the step",)})
@@ -197,9 +200,15 @@ def _weights(neighbours: Neighbours) -> list[Key]:
     """Masters and parameters that were read in both saves and aren't constant."""
     return [
         key for key, (_, new) in neighbours.seen.items()
-        if key[0] in (Role.MASTER, Role.PARAMETER) and new.num_elements >= stillness.FEWEST
+        if key[0] in (Role.MASTER, Role.PARAMETER) and new.num_telling >= stillness.FEWEST
         and new.minimum != new.maximum
     ]  # fmt: skip
+
+
+def _must_have_moved(neighbours: Neighbours) -> bool:
+    """Whether moments tell of some weight that a step at the recorded rate moves it."""
+    seen = stillness.of(neighbours)
+    return any(not seen.why_unmoved(name) for name in seen.whole_still)
 
 
 def _why_at_rest(neighbours: Neighbours) -> str:
@@ -249,20 +258,23 @@ INVARIANTS = (
         misses="What moves in the first saves; runs that store no optimizer; tensors that were never frozen.",
         hint="Compare the tensor with the base model that training began from. If adapters were merged, they are "
              "applied twice at the next load.",
-        needs=Needs.WEIGHTS, judge_motion=frozen_tensors_rest, one_fault=True,
+        needs=Needs.WEIGHTS, judge_motion=frozen_tensors_rest, one_fault=True, lasting=True,
         likely_causes=(LikelyCause("adapters were merged into the base and saved", "arXiv 2106.09685"),),
     ),
     Invariant(
         "MOT003", "stale-part", Severity.ERROR,
         statement="No file has the bits of the save before in everything that must have moved while other files "
                   "moved on, and no part of a first moment has while its step was counted or its other parts moved "
-                  "on. A moment of 8 or more numbers that aren't zero changes in every step.",
+                  "on. A moment of 8 or more numbers that aren't zero changes in every step. Nor has a trained weight "
+                  "of float32, or a first moment, the bits of one of the last 16 saves while it moved in between and "
+                  "most others don't come back.",
         rationale="Values of two steps in one save: a file was left over, or an asynchronous writer copied a buffer "
                   "too early or too late. Every file fits every other, and no checksum tells.",
         source="pytorch/pytorch#144657; NVIDIA-NeMo/Speech#7952; KempnerForge#102",
         example="__1_0.distcp is of the save before: all 34 trained parts in it have the bits of step 200, what is "
                 "in 3 other files moved on",
-        misses="Stale files of steps other than the last save looked at (MOT009, MOT010 may tell); stale weights in "
+        misses="Parts of tensors that are of older saves, and saves that a ledger alone knows (MOT009, MOT010 may "
+               "tell); stale weights in "
                "bfloat16 without masters; files of tensors that are not trained.",
         hint="Don't resume from this step. Restore the file from this step's save if there is another copy.",
         needs=Needs.WEIGHTS, judge_motion=no_part_is_stale, ranks_as="COV", one_fault=True,

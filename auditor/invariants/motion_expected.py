@@ -34,12 +34,12 @@ class ExpectedMotion:
         groups = self._groups.of(name)
         if self._steps < _WARM_UP and any("initial_lr" in group.hyperparameters for group in groups):
             return "the learning rate follows a schedule, which may have begun with steps at zero"
-        return self.why_unmoved_by_last(name, seen)
+        if reason := why_no_rate(groups):
+            return reason
+        return self.why_unmoved_at(min(number(group.hyperparameters.get("lr")) or 0.0 for group in groups), name, seen)
 
-    def why_unmoved_by_last(self, name: str, seen: Seen | None, dtype: DType = FLOAT32, most: float = math.inf) -> str:
-        """Why the last step, at the recorded rate, may have left a weight of ``dtype`` as it was; empty if it can't.
-
-        ``most``: a rate that is taken if it is lower: that of the save before, where one is.
+    def why_unmoved_at(self, rate: float, name: str, seen: Seen | None, dtype: DType = FLOAT32) -> str:
+        """Why a step at ``rate`` may have left a weight of ``dtype`` as it was; empty if it can't.
 
         A step moves some element by about lr * |m| / (sqrt(v) + eps), with m the largest first moment and v the largest
         second; bias correction at worst quarters it.
@@ -47,15 +47,10 @@ class ExpectedMotion:
         first, second = (self._whole.get(self._roles[role].get(name, -1)) for role in MOMENTS)
         if first is None or second is None or seen is None:
             return "its moments were not read"
-        groups = self._groups.of(name)
-        if reason := why_no_rate(groups):
-            return reason
-        rates = [number(group.hyperparameters.get("lr")) or 0.0 for group in groups]
-        epsilons = [number(group.hyperparameters.get("eps")) or 1e-8 for group in groups]
-        rate = min(most, *rates)
+        epsilons = [number(group.hyperparameters.get("eps")) or 1e-8 for group in self._groups.of(name)]
         # AMSGrad divides by the largest second moment there ever was.
         largest = self._whole.get(self._roles[Role.MOMENT].get(f"{name}.max_exp_avg_sq", -1))
         most = max(second.maximum, largest.maximum if largest else 0.0, 0.0)
-        motion = rate * first.largest / (math.sqrt(most) + max(epsilons))
+        motion = rate * first.largest / (math.sqrt(most) + max(epsilons, default=1e-8))
         round_off = 2.0 ** -(dtype.mantissa_bits + 1)
         return "" if motion > _MARGIN * round_off * seen.largest else "its steps may have been below rounding"

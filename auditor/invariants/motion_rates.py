@@ -20,10 +20,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from auditor.invariants.learning_rates import largest_between
 from auditor.invariants.moment_bound import moment_bound, round_off, step_rates
 from auditor.invariants.neighbours import Neighbours, Updates
 from auditor.invariants.optimizer_values import kept_by_adam
-from auditor.invariants.recorded import Betas, RecordedGroups, lacking, number, why_no_rate
+from auditor.invariants.recorded import Betas, RecordedGroups, lacking, number, rates_fell, why_no_rate
 from auditor.model.catalog import Role
 from auditor.model.dtype import DType
 from auditor.model.optimizer import ParameterGroup
@@ -61,6 +62,10 @@ class Recorded:
     """F: what underflow can take from a second moment in all."""
     groups: tuple[tuple[ParameterGroup, ...], tuple[ParameterGroup, ...]]
     dtypes: tuple[DType, DType]
+    scheduled: float | None = None
+    """The largest rate between the saves by the form of a schedule that both follow; None where none is recorded."""
+    falling: bool = False
+    """Whether rates were logged that only fell, from before the first save on."""
 
     @property
     def second(self) -> float:
@@ -124,7 +129,7 @@ class Recorded:
     @property
     def assumed(self) -> str:
         """What the largest rate rests on, where no schedule records it."""
-        if self.knows_peak:
+        if self.knows_peak or self.scheduled is not None:
             return ""
         return f", if the learning rate was never above {self.largest_rate():g}"
 
@@ -132,8 +137,13 @@ class Recorded:
         """No smaller than any rate between the saves, as far as that is recorded.
 
         Rates of both saves, what a schedule began with, and what it leaves as its largest (OneCycleLR, Megatron). A
-        schedule that leaves none may have gone beyond: CyclicLR records its smallest alone.
+        schedule that leaves none may have gone beyond: CyclicLR records its smallest alone. Where rates only fell, that
+        of the save before is the largest.
         """
+        if self.scheduled is not None:
+            return self.scheduled
+        if self.falling:
+            return max(map(_rate, self.all_groups))
         known = [
             (number(group.hyperparameters.get(key)) or 0.0)
             * max(number(group.hyperparameters.get("lr_mult")) or 1.0, 1.0)
@@ -208,7 +218,9 @@ def _recorded(neighbours: Neighbours, name: str) -> Recorded | str:
     u = max(round_off(dtype, 52) for dtype in dtypes)
     eta = max(2.0 ** (1 - dtype.bias) for dtype in dtypes)
     floor = 2 * eta / (1 - rates[0].second)
-    return Recorded(rates[0], updates, u, floor, (groups[0], groups[1]), (dtypes[0], dtypes[1]))
+    peak = largest_between(groups[0][0], groups[1][0]) if len(groups[0]) == len(groups[1]) == 1 else None
+    falling = rates_fell(neighbours.before.catalog, neighbours.after.catalog)
+    return Recorded(rates[0], updates, u, floor, (groups[0], groups[1]), (dtypes[0], dtypes[1]), peak, falling)
 
 
 def _groups(neighbours: Neighbours, side: int) -> RecordedGroups:

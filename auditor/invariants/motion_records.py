@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from auditor.invariants.invariant import Invariant, Needs
-from auditor.invariants.learning_rates import scheduled_rate
+from auditor.invariants.learning_rates import follows, scheduled_rate
 from auditor.invariants.neighbours import Neighbours
 from auditor.invariants.optimizer_state import plain
 from auditor.invariants.related import Collected, by_role, of_tensor
@@ -116,6 +116,8 @@ def tensors_stay(neighbours: Neighbours) -> Judgement:
                 found.unknown("a file of one of the two saves is not there or can't be read", name)
             elif name in old[role]:
                 found.violations.append(_lost(neighbours, role, name, old[role][name]))
+            elif neighbours.history.of(role, name).num_saves:
+                found.undone(name)
             else:
                 found.violations.append(_added(neighbours, role, name, new[role][name]))
     if not found.num_holds and not found.violations and not found.undetermined:
@@ -209,10 +211,6 @@ def _peak(group: Mapping[str, object]) -> float | None:
     return float(peak) * max(float(factor), 1.0)
 
 
-_OFF = 1e-5
-"""Of the largest rate: what rounding adds up to over a million steps."""
-
-
 def _judge_forms(neighbours: Neighbours, found: Collected) -> None:
     """Where a schedule of known form is recorded and its rate was that of the group until now, it still is."""
     before = {
@@ -226,9 +224,9 @@ def _judge_forms(neighbours: Neighbours, found: Collected) -> None:
         rate, wanted, subject = group.hyperparameters.get("lr"), _scheduled(group), f"group {group.number}"
         if wanted is None or not isinstance(rate, (int, float)):
             found.unknown("the form of its schedule is not recorded", subject)
-        elif _follows(group):
+        elif follows(group):
             found.num_holds += 1
-        elif not _follows(old):
+        elif not follows(old):
             found.unknown("its rate was not that of its schedule before: something else sets it, too", subject)
         else:
             step = neighbours.before.catalog.step
@@ -240,15 +238,6 @@ def _judge_forms(neighbours: Neighbours, found: Collected) -> None:
 
 def _scheduled(group: ParameterGroup) -> float | None:
     return scheduled_rate(group.schedule, group.hyperparameters)
-
-
-def _follows(group: ParameterGroup) -> bool:
-    rate, wanted = group.hyperparameters.get("lr"), _scheduled(group)
-    if wanted is None or not isinstance(rate, (int, float)):
-        return False
-    known = (wanted, group.schedule.get("base_lr"), group.hyperparameters.get("max_lr"))
-    largest = max(abs(value) for value in known if isinstance(value, (int, float)))
-    return abs(rate - wanted) <= _OFF * largest
 
 
 def _judge_progress(neighbours: Neighbours, found: Collected) -> None:
@@ -323,7 +312,7 @@ INVARIANTS = (
                "where the mesh changed.",
         hint="If layers, adapters or vocabulary were changed on purpose, waive this for the step; else find the "
              "writer that left the tensor out.",
-        needs=Needs.HEADERS, judge_motion=tensors_stay,
+        needs=Needs.HEADERS, judge_motion=tensors_stay, lasting=True,
         likely_causes=(
             LikelyCause("a writer left out what it took for tied or frozen", "huggingface/transformers#27293"),
         ),

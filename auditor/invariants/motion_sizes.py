@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from auditor.invariants.invariant import Invariant, Needs
-from auditor.invariants.neighbours import Neighbours, Past
+from auditor.invariants.neighbours import Key, Neighbours, Past, Sizes
 from auditor.invariants.related import Collected, Seen, of_tensor
 from auditor.model.catalog import Role
 from auditor.model.finding import Judgement, LikelyCause, Severity, Violation
@@ -19,6 +19,7 @@ _LEAST = {
 """Powers of two by which a size may change whatever the past. Healthy runs: weights by less than 1 from save to save,
 once they are past their first steps; gradients, and so first moments, by 10 at a spike of the loss, and second moments
 by twice that. A flipped bit of an exponent is 16, 32, 64 or 128 of them, or less than a doubling."""
+_WEIGHTS = frozenset({Role.PARAMETER, Role.MASTER, Role.EMA})
 _TIMES = 4.0
 """Of the largest change from save to save in the past."""
 
@@ -35,6 +36,8 @@ def sizes_follow_their_past(neighbours: Neighbours) -> Judgement:
             found.unknown(neighbours.why_unseen(key[1]), key[1])
         elif past.num_saves < _SAVES:
             found.not_applicable[f"fewer than {_SAVES} earlier saves"] += 1
+        elif ("MOT008", key[1]) in neighbours.jumped:
+            _judge_after_jump(neighbours, found, key, pair[1], past)
         elif detail := _jump(key[0], pair[1], past):
             tensor = neighbours.after.catalog.tensors[number]
             location = of_tensor(neighbours.after, number, tensor.num_elements, detail)
@@ -45,6 +48,23 @@ def sizes_follow_their_past(neighbours: Neighbours) -> Judgement:
     if not found.num_holds and not found.violations and not found.undetermined and not found.not_applicable:
         found.not_applicable["no tensor is in both saves"] += 1
     return found.judgement()
+
+
+def _judge_after_jump(neighbours: Neighbours, found: Collected, key: Key, seen: Seen, past: Past) -> None:
+    """Of a tensor that jumped in the save before: moments forget, weights must have come back by half the way."""
+    role, name = key
+    if not any(location.role is role for location in neighbours.jumped["MOT008", name]):
+        found.num_holds += 1
+    elif role not in _WEIGHTS or _came_back(past.mean, seen.root_mean_square) or _came_back(past.largest, seen.largest):
+        found.undone(name)
+    else:
+        found.unknown("it stayed as large, or as small, as it had become at once in the save before", name)
+
+
+def _came_back(sizes: Sizes, size: float) -> bool:
+    """Whether a size changed by half of the largest change that was seen, which was the jump, or more."""
+    far = sizes.largest_change >= _LEAST[Role.PARAMETER] and size > 0 and math.isfinite(size) and sizes.last > 0
+    return far and abs(math.log2(size) - math.log2(sizes.last)) >= sizes.largest_change / 2
 
 
 def _jump(role: Role, seen: Seen, past: Past) -> str:
@@ -78,7 +98,7 @@ INVARIANTS = (
         misses="Jumps in the first saves; one element that becomes larger but not the largest; low bits.",
         hint="Look at the largest element and its neighbours. A single one is a flipped bit; a whole tensor is "
              "another tensor, or a loss that exploded.",
-        needs=Needs.WEIGHTS, judge_motion=sizes_follow_their_past, one_fault=True,
+        needs=Needs.WEIGHTS, judge_motion=sizes_follow_their_past, one_fault=True, lasting=True,
         likely_causes=(LikelyCause("a bit flipped in memory or storage", "pytorch/torchtitan#4324"),),
     ),
 )  # fmt: skip

@@ -12,7 +12,7 @@ from auditor.invariants import stillness
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.motion_joints import Asked, asked_of, joints
 from auditor.invariants.motion_rates import DOES_NOT_APPLY
-from auditor.invariants.neighbours import Neighbours
+from auditor.invariants.neighbours import DOUBTED, Neighbours
 from auditor.invariants.related import Collected, of_row
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.joint import JointKind, JointResult
@@ -23,18 +23,24 @@ _FOREIGN = 0.1
 _FEWEST = 64
 """Elements of a part of which a share says something."""
 _FEW = 4
+THE_STEP = "the step"
+_GOES_ON = "it goes on from where it had jumped to in the save before"
 
 
 _Measured = list[tuple[Asked, Sequence[JointResult]]]
 
 
-def _measured(neighbours: Neighbours, kind: JointKind, found: Collected) -> _Measured:
-    """Of every parameter the joint that fits best, with its results; what has none is noted."""
+def _measured(neighbours: Neighbours, kind: JointKind, found: Collected, jumps: Iterable[str] = ()) -> _Measured:
+    """Of every parameter the joint that fits best, with its results; what has none is noted.
+
+    ``jumps``: ids of invariants; what violates one of them in the save before is measured although it is doubted.
+    """
     best: dict[str, tuple[Asked, Sequence[JointResult]]] = {}
     for asked in asked_of(neighbours, kind):
         results = neighbours.joints.get(asked.joint) if asked.joint else None
-        if asked.name in neighbours.doubted:
-            found.unknown("something is wrong with it in the save before", asked.name)
+        jumped = results and any((identifier, asked.name) in neighbours.jumped for identifier in jumps)
+        if asked.name in neighbours.doubted and not jumped:
+            found.unknown(DOUBTED, asked.name)
         elif asked.reason in DOES_NOT_APPLY:
             found.not_applicable[asked.reason] += 1
         elif asked.joint is None:
@@ -48,6 +54,44 @@ def _measured(neighbours: Neighbours, kind: JointKind, found: Collected) -> _Mea
     return list(best.values())
 
 
+def _after_jumps(neighbours: Neighbours, found: Collected, measured: _Measured, identifier: str) -> _Measured:
+    """What is left to judge without what jumped in the save before: that came back, or goes on from where it is.
+
+    It came back if about as many elements are beyond the bound once more: few of them in the same place, or so many
+    that the part was another's.
+    """
+    left: _Measured = []
+    for asked, results in measured:
+        jumped = neighbours.jumped.get((identifier, asked.name), ())
+        then = [location for location in jumped if location.role is asked.role]
+        doubted = asked.name in neighbours.doubted
+        if then and _came_back(neighbours, asked, results, then, doubted=doubted):
+            found.undone(asked.name)
+        elif doubted:
+            found.unknown(_GOES_ON if then else DOUBTED, asked.name)
+        else:
+            left.append((asked, results))
+    return left
+
+
+def _came_back(
+    neighbours: Neighbours, asked: Asked, results: Sequence[JointResult], then: Sequence[Location], *, doubted: bool
+) -> bool:  # fmt: skip
+    before, now = sum(location.num_elements for location in then), _num_beyond(results)
+    if not now or not before <= 2 * now <= 4 * before:
+        return False
+    if now < _FEWEST:
+        places = {_index(neighbours, asked, result.first) for result in results if result.num_beyond}
+        return bool(places & {location.first_index for location in then})
+    # Where most parameters are far beyond, rates may be larger than is known: a second time is no way back.
+    return doubted and _share(results) >= _FOREIGN
+
+
+def _index(neighbours: Neighbours, asked: Asked, place: int) -> tuple[int, ...]:
+    shape = neighbours.after.catalog.tensors[asked.number].shape
+    return tuple(int(at) for at in np.unravel_index(place, shape))
+
+
 def _num_beyond(results: Iterable[JointResult]) -> int:
     return sum(result.num_beyond for result in results)
 
@@ -56,10 +100,14 @@ def _share(results: Sequence[JointResult]) -> float:
     return _num_beyond(results) / max(sum(result.num_compared for result in results), 1)
 
 
-def _judge(neighbours: Neighbours, kind: JointKind, what: str) -> Judgement:
-    """A violation for every parameter with elements beyond; a warning where most parameters have many."""
+def _judge(neighbours: Neighbours, kind: JointKind, what: str, identifier: str = "") -> Judgement:
+    """A violation for every parameter with elements beyond; a warning where most parameters have many.
+
+    ``identifier``: of an invariant whose violations last.
+    """
     found = Collected()
-    measured = _measured(neighbours, kind, found)
+    measured = _measured(neighbours, kind, found, [identifier])
+    measured = _after_jumps(neighbours, found, measured, identifier)
     beyond = [(asked, results) for asked, results in measured if _num_beyond(results)]
     other = sum(_share(results) >= _FOREIGN for _, results in beyond)
     doubtful = len(measured) >= _FEW and 2 * other > len(measured)
@@ -99,7 +147,7 @@ def second_moments_decay(neighbours: Neighbours) -> Judgement:
 
 def weights_move_within_bounds(neighbours: Neighbours) -> Judgement:
     """No weight moved by more than rates, moments and the number of steps allow."""
-    return _judge(neighbours, JointKind.STRIDE, "moved by more than the optimizer can have moved it")
+    return _judge(neighbours, JointKind.STRIDE, "moved by more than the optimizer can have moved it", "MOT010")
 
 
 # MOT011: one step apart, all is an equation
@@ -113,7 +161,7 @@ def one_step_replays(neighbours: Neighbours) -> Judgement:
     found = Collected()
     for kind, what in ((JointKind.VARIANCE, "is not what its gradient makes of it"),
                        (JointKind.UPDATE, "is not where its moments lead to")):  # fmt: skip
-        measured = _measured(neighbours, kind, found)
+        measured = _after_jumps(neighbours, found, _measured(neighbours, kind, found, ["MOT011"]), "MOT011")
         strange = [asked for asked, results in measured if _share(results) >= 0.5]
         if measured and 2 * len(strange) > len(measured):
             for asked, _ in measured:
@@ -173,16 +221,25 @@ def files_descend(neighbours: Neighbours) -> Judgement:
     """No file holds second moments or weights that can't have come from those of the save before, all through."""
     found = Collected()
     foreign: dict[int, list[bool]] = defaultdict(list)
-    files = neighbours.after.catalog.pieces.file
+    catalog = neighbours.after.catalog
     for kind in (JointKind.DECAY, JointKind.STRIDE):
-        for asked, results in _measured(neighbours, kind, found):
+        for asked, results in _measured(neighbours, kind, found, ("MOT009", "MOT010")):
             for result in results:
                 if result.num_compared >= _FEWEST and not asked.assumed:
-                    foreign[int(files[result.row])].append(result.num_beyond >= _FOREIGN * result.num_compared)
+                    beyond = result.num_beyond >= _FOREIGN * result.num_compared
+                    foreign[int(catalog.pieces.file[result.row])].append(beyond)
     bad = {file for file, parts in foreign.items() if len(parts) > 1 and _mostly(parts)}
-    found.num_holds += len(foreign) - len(bad)
-    if bad:
-        found.violations += [_foreign(neighbours, file, len(bad) == len(foreign)) for file in sorted(bad)]
+    before = {subject for identifier, subject in neighbours.jumped if identifier == "MOT013"}
+    for file in sorted(foreign):
+        again = before & {THE_STEP, catalog.within(catalog.files[file].name)}
+        if again and file in bad:
+            found.undone(*again)
+        elif again:
+            found.unknown(_GOES_ON, *again)
+        elif file in bad:
+            found.violations.append(_foreign(neighbours, file, len(bad) == len(foreign)))
+        else:
+            found.num_holds += 1
     return found.judgement()
 
 
@@ -197,7 +254,7 @@ def _foreign(neighbours: Neighbours, file: int, every: bool) -> Violation:
     whole = ", nor does any other file: the step is of another run or branch" if every else ", those in other files do"
     location = Location(catalog.step, stored.name, coordinate=stored.coordinate, detail=detail)
     name = catalog.within(stored.name)
-    return Violation("the step" if every else name, (location,), f"{name} {detail}{whole}")
+    return Violation(THE_STEP if every else name, (location,), f"{name} {detail}{whole}")
 
 
 _ADAM = "Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101"
@@ -223,8 +280,9 @@ INVARIANTS = (
         "MOT010", "weight-moved-too-far", Severity.ERROR,
         statement="No element of a weight (its master where it has one) moved by more than the recorded learning "
                   "rates, betas, both saves' moments and the number of steps allow, for Adam and AdamW "
-                  "(docs/motion-bound.md). A warning where the largest rate in between is not recorded: then that of "
-                  "both saves is taken, or ten times it under a schedule.",
+                  "(docs/motion-bound.md). A warning where the largest rate in between is not recorded, by the form "
+                  "of the schedule or as its largest: then that of both saves is taken where logged rates only fell or "
+                  "there is no schedule, else ten times it.",
         rationale="Each step of Adam is short whatever the gradient is. What moved further was overwritten: by "
                   "another step or run, by an edit, or by a flipped bit.",
         source=_ADAM,
@@ -233,7 +291,7 @@ INVARIANTS = (
         misses="Motion within the bound, which is wide after many steps; other optimizers, and LAMB, RAdam, NAdam; "
                "codebooks, by their names: codes that are not used are set anew.",
         hint="If weights were set by hand, or clipped to a range, waive this. Else take the tensor from another save.",
-        needs=Needs.WEIGHTS, judge_motion=weights_move_within_bounds, joints=joints, one_fault=True,
+        needs=Needs.WEIGHTS, judge_motion=weights_move_within_bounds, joints=joints, one_fault=True, lasting=True,
         likely_causes=(LikelyCause("a bit flipped in memory or storage", "pytorch/torchtitan#4324"),),
     ),
     Invariant(
@@ -249,7 +307,7 @@ INVARIANTS = (
         misses="Saves that are more than one step apart; gradients that are wrong; a replica that drifts by the "
                "optimizer's own arithmetic; moments of few bits.",
         hint="The named parts, by their ranks, are where to look: compare them with their replicas by the hook.",
-        needs=Needs.WEIGHTS, judge_motion=one_step_replays, joints=joints, one_fault=True,
+        needs=Needs.WEIGHTS, judge_motion=one_step_replays, joints=joints, one_fault=True, lasting=True,
         likely_causes=(LikelyCause("replicas drifted, and each wrote a part", "deepspeedai/DeepSpeed#1801"),),
     ),
     Invariant(
@@ -277,6 +335,7 @@ INVARIANTS = (
         misses="Files of a run that was seeded alike and differs little; saves far apart, as MOT009 and MOT010.",
         hint="Find where the file is from: a folder that two runs wrote to, or a restore from the wrong one.",
         needs=Needs.WEIGHTS, judge_motion=files_descend, joints=joints, ranks_as="COV", one_fault=True,
+        lasting=True,
         likely_causes=(LikelyCause("two runs wrote to one folder", "hiyouga/LlamaFactory#655"),),
     ),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,12 +15,17 @@ from numpy.typing import NDArray
 from auditor.invariants.optimizer_state import KeptState, plain
 from auditor.invariants.related import Seen, by_role, seen_whole
 from auditor.model.catalog import Catalog, Role
+from auditor.model.finding import Location
 from auditor.model.joint import Joint, JointResult
 from auditor.model.observation import Read
 from auditor.model.run import StepEvidence, num_skipped, optimizer_step
 
 TRAINED = (Role.MASTER, Role.PARAMETER)
 Key = tuple[Role, str]
+_REMEMBERED = 16
+"""Saves of which is known what each tensor held, by a hash of 64 bits."""
+_HELD = frozenset({Role.PARAMETER, Role.MASTER, Role.FIRST_MOMENT, Role.MOMENT})
+DOUBTED = "something is wrong with it in the save before"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,8 @@ class History:
     """What all saves so far said of each tensor: a few numbers a tensor, whatever the number of saves."""
 
     past: dict[Key, Past] = field(default_factory=dict)
+    held: dict[Key, array[int]] = field(default_factory=dict)
+    """Step and content, one after the other, of as many saves as :data:`_REMEMBERED`. A ledger does not keep it."""
 
     def of(self, role: Role, name: str) -> Past:
         """The past of one tensor."""
@@ -93,6 +101,15 @@ class History:
         old = {} if before is None else seen_by_key(before)
         for key, seen in seen_by_key(after).items():
             self.past[key] = self.of(*key).then(old.get(key), seen)
+            if key[0] in _HELD:
+                held = self.held.setdefault(key, array("q"))
+                held.extend((after.catalog.step, hash(seen.lanes)))
+                del held[: -2 * _REMEMBERED]
+
+    def step_with(self, key: Key, lanes: tuple[int, int]) -> int | None:
+        """The newest of the last saves in which a tensor held this."""
+        held = self.held.get(key, array("q"))
+        return next((held[at] for at in range(len(held) - 2, -1, -2) if held[at + 1] == hash(lanes)), None)
 
 
 @dataclass(eq=False)
@@ -105,6 +122,8 @@ class Neighbours:
     """Of all saves up to ``before``."""
     doubted: frozenset[str] = frozenset()
     """Tensors with which something is wrong in ``before``: what was done since says nothing of them."""
+    jumped: Mapping[tuple[str, str], Sequence[Location]] = field(default_factory=dict)
+    """Id of a lasting invariant and a subject that violates it in ``before``, to where it does."""
     joints: Mapping[Joint, Sequence[JointResult]] = field(default_factory=dict)
     """What was measured element by element over both; a joint that was not asked for, or not read, is not in it."""
     why_not_joined: str = ""
@@ -145,7 +164,7 @@ class Neighbours:
     def why_unseen(self, name: str = "") -> str:
         """Why a tensor is not among those of :attr:`seen`."""
         if name in self.doubted:
-            return "something is wrong with it in the save before"
+            return DOUBTED
         return self.after.unread or self.before.unread or "it was not read whole in both saves"
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -22,6 +23,7 @@ from auditor.model.finding import Judgement, LikelyCause, Severity, Violation
 from auditor.model.run import StepEvidence, optimizer_step
 
 _JUDGED = (*MOMENTS, Role.MASTER)
+_TELLS_NOTHING = "all zero, not finite, one constant, or nearly so"
 _FEWEST = 16
 """So many elements that aren't zero are not equal by chance."""
 
@@ -73,8 +75,8 @@ def _exempt(tensor: Tensor, seen: Seen | None, moved: frozenset[str]) -> str:
     """Why equal content of this tensor and another would prove nothing."""
     if sum(extent > 1 for extent in tensor.shape) < 2:
         return "a vector: two biases of one sum get the same gradients"
-    if seen is not None and (seen.num_nonzero < _FEWEST or seen.minimum == seen.maximum):
-        return "all zero, one constant, or nearly so"
+    if seen is not None and (seen.num_telling < _FEWEST or seen.minimum == seen.maximum):
+        return _TELLS_NOTHING
     if tensor.role is Role.MASTER and tensor.name not in moved:
         return "a master that was not moved yet: layers and experts may begin as copies"
     return ""
@@ -102,7 +104,7 @@ def _violation(
     what = "moments" if role is Role.MASTER else "weights"
     # Parameters that agree in everything may be one that is stored twice, siblings in one module terms of one sum;
     # state that agrees otherwise belongs to one only.
-    summed = role is not Role.MASTER and _are_siblings(names)
+    summed = role is not Role.MASTER and (_are_siblings(names) or _are_branches(evidence.catalog, members))
     severity = Severity.ERROR if alike is False and not summed else Severity.WARNING
     also = {None: "", True: f", and so are their {what}", False: f", but their {what} are not"}[alike]
     more = f" (and of {len(names) - 2} more)" if len(names) > 2 else ""
@@ -120,6 +122,23 @@ def _are_siblings(names: Sequence[str]) -> bool:
     odd = [column for column in columns if len(column) > 1]
     same_length = len({name.count(".") for name in map(plain, names)}) == 1
     return same_length and len(odd) == 1 and not any(part.isdigit() for part in odd[0])
+
+
+def _are_branches(catalog: Catalog, members: Sequence[int]) -> bool:
+    """Whether these are the one matrix of each of some numbered modules (``branches.0.weight``), and of all of them.
+
+    State of one layer that was put on another is of some layers, or of all their matrices.
+    """
+    of_role = [tensor for tensor in catalog.tensors if tensor.role is catalog.tensors[members[0]].role]
+    matrices = [plain(tensor.name) for tensor in of_role if sum(extent > 1 for extent in tensor.shape) >= 2]
+    found = [_NUMBERED.fullmatch(plain(catalog.tensors[number].name)) for number in members]
+    whole = {match[1] for match in found if match}
+    inside = {name for name in matrices if any(name.startswith(start) for start in whole)}
+    return None not in found and len(whole) == 1 and len(inside) == len(members)
+
+
+_NUMBERED = re.compile(r"(.*?\.)\d+(?:\.[^.\d][^.]*)*")
+"""A name with one number in it: what comes before the number."""
 
 
 def _alike(names: Sequence[str], roles: Sequence[Mapping[str, int]], whole: Mapping[int, Seen]) -> bool | None:
@@ -144,8 +163,8 @@ def moments_are_two(evidence: StepEvidence) -> Judgement:
             found.not_applicable["it has no second moment"] += 1
         elif number not in whole or other not in whole:
             found.unknown(why_unread(evidence), name)
-        elif whole[number].num_nonzero < 2 or whole[number].minimum == whole[number].maximum:
-            found.not_applicable["all zero, one constant, or nearly so"] += 1
+        elif whole[number].num_telling < 2 or whole[number].minimum == whole[number].maximum:
+            found.not_applicable[_TELLS_NOTHING] += 1
         elif first.dtype == catalog.tensors[other].dtype and whole[number].lanes == whole[other].lanes:
             place = of_tensor(evidence, number, first.num_elements, "equal to its second moment")
             message = f"the first moment of {name} is its second moment, bit by bit"
@@ -162,7 +181,8 @@ INVARIANTS = (
         "OPT013", "state-shared", Severity.ERROR,
         statement="No two parameters of two or more dims have bitwise equal moments or masters, unless they are tied. "
                   "A warning where they agree in weights and moments alike (it may be one parameter under two names), "
-                  "and for moments of siblings in one module (they may be terms of one sum).",
+                  "and for moments of siblings in one module, or of modules that are numbered and have one matrix each "
+                  "(they may be terms of one sum).",
         rationale="Different parameters get different gradients. Equal state means that one of them was given the "
                   "other's: it is updated along the other's history.",
         source="facebookresearch/fairscale#380; pytorch/pytorch#54736; huggingface/transformers#24381",
@@ -170,7 +190,7 @@ INVARIANTS = (
                 "their weights are not",
         misses="State that was exchanged between two parameters: each then has one that no other has. Vectors, whose "
                "gradients may be equal in healthy models. Parallel branches of equal input that are summed have equal "
-               "moments in health: numbered ones (branches.0, branches.1) are named as an error all the same.",
+               "moments in health: numbered ones with several matrices each are named as an error all the same.",
         hint="If the two are one tensor under two names, say so in the model's configuration. If not, don't resume "
              "from this step.",
         needs=Needs.WEIGHTS, judge_step=state_is_not_shared, goes_first=True, one_fault=True,

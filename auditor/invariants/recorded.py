@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from auditor.invariants.optimizer_state import plain
 from auditor.model.catalog import Catalog
 from auditor.model.optimizer import Hyperparameter, ParameterGroup
+from auditor.model.run import optimizer_step
 
 
 class RecordedGroups:
@@ -125,3 +126,21 @@ def files_with_groups(catalog: Catalog) -> Iterator[tuple[str, list[ParameterGro
     for group in catalog.groups:
         found.setdefault(group.file, []).append(group)
     yield from ((file, sorted(groups, key=lambda group: group.number)) for file, groups in found.items())
+
+
+def rates_fell(before: Catalog, after: Catalog) -> bool:
+    """Whether the rates that were logged up to ``after`` only fell, and had begun to before ``before``."""
+    since, until = (_largest(after, name) for name in ("rates_fall_since", "rates_logged_until"))
+    return since is not None and until is not None and since <= before.step < until
+
+
+def next_rates(catalog: Catalog) -> bool:
+    """Whether the rates that are recorded are those of the step after: the schedule was stepped before the save."""
+    steps = _largest(catalog, "scheduler_steps")
+    counted = optimizer_step(catalog)
+    counts = [group.schedule.get("last_epoch") for group in catalog.groups if group.schedule]
+    return counted is not None and (steps == counted or (bool(counts) and all(count == counted for count in counts)))
+
+
+def _largest(catalog: Catalog, name: str) -> float | None:
+    return max((scalar.value for scalar in catalog.scalars if scalar.name == name), default=None)

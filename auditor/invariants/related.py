@@ -77,6 +77,11 @@ class Seen:
         return self.num_elements - self.num_zero
 
     @property
+    def num_telling(self) -> int:
+        """Elements that are finite and not zero: equal bits of others say nothing."""
+        return self.num_nonzero - self.num_not_finite
+
+    @property
     def root_mean_square(self) -> float:
         """Of the finite elements."""
         return float(np.sqrt(self.sum_squares / max(self.num_elements - self.num_not_finite, 1)))
@@ -157,15 +162,23 @@ class Collected:
     violations: list[Violation] = field(default_factory=list)
     undetermined: dict[str, list[str]] = field(default_factory=dict)
     not_applicable: Counter[str] = field(default_factory=Counter)
+    held: set[str] = field(default_factory=set)
+    """Subjects of which something was wrong before, and was undone."""
 
     def unknown(self, reason: str, subject: str) -> None:
         """Nothing can be said about ``subject``."""
         self.undetermined.setdefault(reason, []).append(subject)
 
+    def undone(self, subject: str) -> None:
+        """``subject`` holds, and what was wrong with it in the save before is over."""
+        self.num_holds += 1
+        self.held.add(subject)
+
     def judgement(self) -> Judgement:
         """The finished one."""
         undetermined = {reason: tuple(subjects) for reason, subjects in self.undetermined.items()}
-        return Judgement(self.num_holds, tuple(self.violations), undetermined, dict(self.not_applicable))
+        held = frozenset(self.held)
+        return Judgement(self.num_holds, tuple(self.violations), undetermined, dict(self.not_applicable), held)
 
 
 def of_tensor(evidence: StepEvidence, number: int, num_elements: int = 0, detail: str = "") -> Location:

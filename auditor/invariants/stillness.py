@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 from auditor.invariants.motion_expected import ExpectedMotion
 from auditor.invariants.neighbours import TRAINED, Key, Neighbours
 from auditor.invariants.optimizer_state import plain
-from auditor.invariants.recorded import RecordedGroups, number, why_no_rate
+from auditor.invariants.recorded import RecordedGroups, next_rates, number, why_no_rate
 from auditor.model.catalog import Catalog, Role
 from auditor.model.dtype import Kind
+from auditor.model.optimizer import ParameterGroup
 
 FEWEST = 8
 """Elements that aren't zero: of fewer, equal bits say little."""
@@ -147,14 +148,23 @@ class Stillness:
             return "no first moment of it was read in both saves, which would tell whether it was stepped"
         if first[0].lanes == first[1].lanes:
             return "its first moment stands still as well: it is frozen, got no gradient, or no step was taken"
-        if reason := why_no_rate([group for side in self._groups for group in side.of(name)]):
+        if reason := why_no_rate(self._stepped_by(name)):
             return reason
         dtype = self.neighbours.after.catalog.tensors[self.neighbours.shared[key][1]].dtype
-        return self._expected.why_unmoved_by_last(name, self.neighbours.seen[key][1], dtype, min(self.rates(name)))
+        return self._expected.why_unmoved_at(min(self.rates(name)), name, self.neighbours.seen[key][1], dtype)
+
+    def _stepped_by(self, name: str) -> list[ParameterGroup]:
+        """The groups whose rates tell of steps between the saves.
+
+        Those of the save before alone where its rate is that of the step after it, which may have been the largest: at
+        the end of a schedule it is zero.
+        """
+        sides = self._groups[:1] if next_rates(self.neighbours.before.catalog) else self._groups
+        return [group for side in sides for group in side.of(name)]
 
     def rates(self, name: str) -> list[float]:
-        """The learning rates that both saves record for a parameter; 0 where one records none."""
-        rates = [number(group.hyperparameters.get("lr")) for side in self._groups for group in side.of(name)]
+        """The learning rates that they record for a parameter; 0 where one records none."""
+        rates = [number(group.hyperparameters.get("lr")) for group in self._stepped_by(name)]
         return [rate or 0.0 for rate in rates] or [0.0]
 
     def group_moved(self, name: str) -> bool:

@@ -99,7 +99,8 @@ class Judgement:
     not_applicable: Mapping[str, int] = field(default_factory=dict)
     """Reason to the number of subjects."""
     held: frozenset[str] = frozenset()
-    """Subjects that hold although something about them is undetermined (replicas along an axis that isn't stored)."""
+    """Subjects that hold although something about them is undetermined (replicas along an axis that isn't stored), or
+    although they jumped before: that was undone."""
 
     def merged(self, other: Judgement) -> Judgement:
         """Both together: of two folders that hold one step."""
@@ -118,7 +119,9 @@ class Judgement:
 
     def joined(self, motion: Judgement) -> Judgement:
         """What a step says by itself, and by the save before it where there is one."""
-        return self if motion.outcome is Outcome.NOT_APPLICABLE else replace(self.merged(motion), held=self.held)
+        if motion.outcome is Outcome.NOT_APPLICABLE:
+            return self
+        return replace(self.merged(motion), held=self.held | motion.held)
 
     def doubted(self, changed: Sequence[str]) -> Judgement:
         """The judgement of a step whose files ``changed`` while they were read: nothing in it can be relied on."""

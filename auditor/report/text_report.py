@@ -190,6 +190,8 @@ def _interval_phrase(interval: Interval, finding: Finding, run: RunReport) -> st
     before = f"last good {interval.last_good}" if interval.last_good is not None else _unknown_before(interval, run)
     word = "healed" if finding.difference_class else "good again"
     if interval.healed is None and interval.first_bad != interval.last_bad:
+        if not any(location.step == interval.last_bad for location in finding.locations):
+            return f"since step [bold]{interval.first_bad}[/bold] ({before}), not undone by {interval.last_bad}"
         return f"since step [bold]{interval.first_bad}[/bold] ({before}), still so at {interval.last_bad}"
     if interval.healed is None:
         return f"at step [bold]{interval.first_bad}[/bold] ({before})"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from auditor.invariants.invariant import IN_ALL_ROLES, NEVER_A_CONSEQUENCE, Invariant
 from auditor.model.catalog import Role
-from auditor.model.finding import Finding, Judgement, LikelyCause, Location, Severity, Violation
+from auditor.model.finding import Finding, Judgement, LikelyCause, Location, Outcome, Severity, Violation
 from auditor.model.mesh import Coordinate
 from auditor.model.observation import DifferenceClass
 from auditor.timeline.classify import SEVERITIES, classify
@@ -222,15 +222,25 @@ def _finest(partitions: Sequence[tuple[tuple[Coordinate, ...], ...]]) -> frozens
     return frozenset(frozenset(members) for members in classes.values())
 
 
+_SPOKEN = frozenset({Outcome.HOLDS, Outcome.VIOLATED, Outcome.UNDETERMINED})
+
+
 def _marks(fault: _Fault, steps: Mapping[int, StepJudgements]) -> dict[int, Mark]:
-    """What every step says of the fault. A step says nothing where a subject was lost or could not be judged."""
+    """What every step says of the fault. A step says nothing where a subject was lost or could not be judged.
+
+    What jumped is not over where it moves on as it should: the steps since descend from it, until one undid it.
+    """
     marks = {}
-    for step, judgements in steps.items():
+    jumped: set[str] = set()
+    for step, judgements in sorted(steps.items()):
         judgement = judgements.get(fault.invariant.id, Judgement())
         lost = {name for names in judgement.undetermined.values() for name in names} - judgement.held
         # What became a consequence of something else in this step is no good news either.
         lost |= {violation.subject for violation in judgement.violations}
-        if step in fault.violations:
+        jumped -= judgement.held
+        if fault.invariant.lasting:
+            jumped |= {violation.subject for violation in fault.violations.get(step, ())}
+        if step in fault.violations or (jumped and judgement.outcome in _SPOKEN):
             marks[step] = Mark.BAD
         elif judgement.num_holds and not fault.subjects & lost:
             marks[step] = Mark.GOOD

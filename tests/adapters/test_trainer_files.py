@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -164,6 +165,59 @@ def test_where_no_order_is_known_nothing_is_claimed(name):
 EMBEDDING = "model.embed_tokens.weight"
 
 
+def weights(path, by):
+    """Let ``by`` change the weights of one save."""
+    numpy = pytest.importorskip("safetensors.numpy")
+    file = path / "model.safetensors"
+    held = {name: array.copy() for name, array in numpy.load_file(file).items()}
+    by(held)
+    numpy.save_file(held, file, {"format": "pt"})
+
+
+def weights_of(path):
+    return pytest.importorskip("safetensors.numpy").load_file(path / "model.safetensors")
+
+
+def test_the_end_of_a_schedule_hides_no_weight_that_stands_still(tmp_path):
+    """The rate that is recorded there is zero, that of the save before is of the next step."""
+    run = copied(tmp_path, "trainer")
+    assert {group.hyperparameters["lr"] for group in catalog_of(run / "checkpoint-6").groups} == {0.0}
+    old = weights_of(run / "checkpoint-3")
+    weights(run / "checkpoint-6", lambda held: held.update({EMBEDDING: old[EMBEDDING]}))
+    (finding,) = run_of(run).findings
+    assert (finding.id, {place.tensor for place in finding.locations}) == ("MOT001", {EMBEDDING})
+    weights(run / "checkpoint-6", lambda held: held.update(old))
+    assert [item.id for item in run_of(run).findings] == ["MOT004"]
+
+
+def test_rates_that_only_fell_bound_what_a_weight_may_have_moved(tmp_path):
+    run = copied(tmp_path, "trainer")
+    weights(run / "checkpoint-6", lambda held: held[EMBEDDING][3].fill(0))
+    finding = run_of(run).findings[0]
+    assert (finding.id, finding.severity) == ("MOT010", Severity.WARNING)
+    assert "if the learning rate was never above 2.5e-05" in finding.message
+    assert {place.first_index[0] for place in finding.locations} == {3}
+
+
+@pytest.mark.parametrize(("of", "to"), [(3, 6), (6, 3)])
+def test_the_state_file_of_another_step_is_one_finding_that_names_it(tmp_path, of, to):
+    """By the folder's name and the schedule it is step 3; it was listed as a second step 6, and three files accused."""
+    run = copied(tmp_path, "trainer")
+    shutil.copy(run / f"checkpoint-{of}" / "trainer_state.json", run / f"checkpoint-{to}")
+    assert found(run) == {"INT005": [(f"checkpoint-{to}/trainer_state.json", "", ANY)]}
+    assert run_of(run).last_good.step == of
+
+
+def test_rates_that_were_not_logged_or_rose_bound_nothing(tmp_path):
+    rising, single = ([{"step": step, "learning_rate": step * 1e-5} for step in range(1, last)] for last in (7, 2))
+    for name, history in (("rising", rising), ("single", single), ("none", None)):
+        run = copied(tmp_path / name, "trainer")
+        state = run / "checkpoint-6" / "trainer_state.json"
+        state.write_text(json.dumps({**json.loads(state.read_text()), "log_history": history}))
+        assert not {s.name for s in catalog_of(run / "checkpoint-6").scalars} & {"rates_fall_since"}
+        assert not run_of(run).findings
+
+
 def without_state(content):
     """The embedding lost its state."""
     del content["state"][0]
@@ -177,9 +231,7 @@ def not_handed_over(content):
 
 def at_rest(ddp):
     """Both saves hold one embedding."""
-    load, save = (pytest.importorskip("safetensors.numpy").__dict__[name] for name in ("load_file", "save_file"))
-    first, second = (ddp / f"checkpoint-{step}" / "model.safetensors" for step in (2, 4))
-    save({**load(second), EMBEDDING: load(first)[EMBEDDING]}, second, {"format": "pt"})
+    weights(ddp / "checkpoint-4", lambda held: held.update({EMBEDDING: weights_of(ddp / "checkpoint-2")[EMBEDDING]}))
 
 
 @pytest.mark.parametrize("lose", [not_handed_over, without_state])

@@ -52,6 +52,10 @@ def number_of(run, name):
     return list(content_of(run, 2)["model"]).index(name)
 
 
+def brackets(finding):
+    return [(i.last_good, i.first_bad, i.last_bad, i.healed) for i in finding.intervals]
+
+
 def stop(run, name, steps):
     """A weight keeps the values of the save before the first of ``steps``; its moments go on."""
     old = content_of(run, steps[0] - 2)["model"][name]
@@ -156,6 +160,24 @@ def test_a_moment_of_the_save_before(tmp_path):
     assert "all of it has the bits of step 6" in finding.message
 
 
+@pytest.mark.parametrize("kept", ["model", "optimizer"])
+def test_a_tensor_of_an_older_save(tmp_path, kept):
+    """Not of the last one: it moved since, and every other tensor moved on."""
+    run = Training().run(tmp_path)
+    number, old = number_of(run, BLOCK), content_of(run, 4)
+
+    def put_back(content):
+        if kept == "model":
+            content["model"][BLOCK] = old["model"][BLOCK]
+        else:
+            content["optimizer"]["state"][number]["exp_avg"] = old["optimizer"]["state"][number]["exp_avg"]
+
+    change(run, 10, put_back)
+    finding = next(finding for finding in audited(run).findings if "MOT003" in (finding.id, *finding.consequences))
+    assert {(location.step, location.tensor) for location in finding.locations} == {(10, BLOCK)}
+    assert "has the bits of step 4, in between it moved" in finding.message
+
+
 # MOT004
 
 
@@ -233,6 +255,15 @@ def test_a_tensor_that_is_lost(tmp_path):
     finding = only(run, level=Level.HEADERS)
     assert (finding.id, finding.severity) == ("MOT007", Severity.WARNING)
     assert {(location.step, location.tensor) for location in finding.locations} == {(8, "blocks.2.bias")}
+    assert brackets(finding) == [(6, 8, 12, None)]
+    assert audited(run, level=Level.HEADERS, fail_on=Severity.WARNING).last_good.step == 6
+
+
+def test_a_tensor_that_one_save_lacks(tmp_path):
+    run = Training(whole_optimizer=False).run(tmp_path)
+    change(run, 8, lambda content: content["model"].pop("blocks.2.bias"))
+    finding = only(run)
+    assert (finding.id, brackets(finding)) == ("MOT007", [(6, 8, 8, 10)])
 
 
 def test_an_adapter_that_is_added_is_a_note(tmp_path):
@@ -275,6 +306,15 @@ def test_a_flipped_bit_of_an_exponent(tmp_path, role, bit):
     finding = next(finding for finding in audited(run).findings if "MOT008" in (finding.id, *finding.consequences))
     assert {location.tensor for location in finding.locations} == {BLOCK}
     assert {location.step for location in finding.locations} == {14}
+
+
+@pytest.mark.parametrize(("last", "bracket"), [(16, (10, 12, 16, None)), (12, (10, 12, 12, 14))])
+def test_a_weight_that_became_large_is_over_where_it_came_back(tmp_path, last, bracket):
+    run = Training(steps=16, whole_optimizer=False).run(tmp_path)
+    for step in range(12, last + 1, 2):
+        change(run, step, lambda content: content["model"][BLOCK].mul_(1000))
+    finding = only(run)
+    assert (finding.id, brackets(finding)) == ("MOT008", [bracket])
 
 
 def test_a_second_moment_that_is_too_large(tmp_path):

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 from auditor.audit import audit
+from auditor.invariants.learning_rates import largest_between
 from auditor.model.finding import Outcome, Severity
+from auditor.model.waiver import places
+from auditor.report.text_report import text_lines
 from auditor.settings import Level, Settings
 from auditor.storage.local import LocalStore
-from tests.invariants.test_motion import BLOCK, audited, change, content_of, ids, number_of, only
+from tests.faults import catalog_of
+from tests.invariants.test_motion import BLOCK, audited, brackets, change, content_of, ids, number_of, only
 from tests.trainings import Adapted, Training, torch
 
 
@@ -123,13 +127,49 @@ def test_one_element_of_a_weight_that_jumped(tmp_path):
     finding = only(run)
     assert (finding.id, finding.severity) == ("MOT010", Severity.ERROR)
     assert {location.first_index for location in finding.locations} == {(1, 1)}
+    # The file alone was wrong: the next save is where it would have been.
+    assert (brackets(finding), audited(run).last_good.step) == ([(6, 8, 8, 10)], 12)
 
 
-def test_where_no_largest_rate_is_recorded_it_is_a_warning(tmp_path):
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
+
+
+@pytest.mark.parametrize(("schedule", "most"), [(cosine, 2.1e-4), (warm_restarts, 3e-3), (one_cycle, 4e-4)])
+def test_the_schedule_tells_the_largest_rate_between_saves(tmp_path, schedule, most):
+    run = Training(schedule=schedule).run(tmp_path)
+    assert ids(run) == []
+    assert audited(run).counts("MOT010")[Outcome.HOLDS]
+    catalogs = [catalog_of(run, step) for step in (10, 12)]
+    (before, *_), (after, *_) = (catalog.groups for catalog in catalogs)
+    assert 0 < largest_between(before, after) <= most
+    # Ten times the largest there ever was would allow it.
+    change(run, 12, lambda content: content["model"][BLOCK][1, 1].add_(0.1))
+    finding = only(run)
+    assert (finding.id, finding.severity) == ("MOT010", Severity.ERROR)
+
+
+def test_what_jumped_and_stayed_is_not_over(tmp_path):
+    run = Training(schedule=one_cycle).run(tmp_path)
+    for step in (8, 10, 12):
+        change(run, step, lambda content: content["model"][BLOCK][1, 1].add_(0.5))
+    finding = only(run)
+    assert (finding.id, brackets(finding)) == ("MOT010", [(6, 8, 12, None)])
+    assert {location.step for location in finding.locations} == {8}
+    assert audited(run).last_good.step == 6
+    assert any("not undone by 12" in line for line in text_lines(audit(LocalStore(run))))
+    # Who accepts it goes on from the newest.
+    known = frozenset(places(finding.id, location) for location in finding.locations)
+    assert audited(run, baseline=known).last_good.step == 12
+
+
+@pytest.mark.parametrize(("last", "bracket"), [(12, (6, 8, 12, None)), (8, (6, 8, 8, 10))])
+def test_where_no_largest_rate_is_recorded_it_is_a_warning(tmp_path, last, bracket):
     run = Training().run(tmp_path)
-    change(run, 8, lambda content: content["model"][BLOCK][1, 1].add_(5))
+    for step in range(8, last + 1, 2):
+        change(run, step, lambda content: content["model"][BLOCK][1, 1].add_(5))
     finding = next(finding for finding in audited(run).findings if finding.id == "MOT010")
-    assert finding.severity is Severity.WARNING
+    assert (finding.severity, brackets(finding)) == (Severity.WARNING, [bracket])
     assert "if the learning rate was never above 0.003" in finding.message
 
 
@@ -171,6 +211,17 @@ def test_a_step_of_another_run(tmp_path):
     assert [(finding.id, finding.severity) for finding in found] == [("MOT013", Severity.ERROR)]
     assert "the step is of another run or branch" in found[0].message
     assert {location.step for location in found[0].locations} == {8}
+    assert brackets(found[0]) == [(6, 8, 8, 10)]
+
+
+def test_a_run_that_went_on_from_another(tmp_path):
+    run = Training(schedule=one_cycle).run(tmp_path / "run")
+    other = Training(schedule=one_cycle, seed=7).run(tmp_path / "other")
+    for step in (8, 10, 12):
+        shutil.rmtree(run / f"step_{step}")
+        shutil.copytree(other / f"step_{step}", run / f"step_{step}")
+    (finding,) = audited(run).findings
+    assert (finding.id, brackets(finding)) == ("MOT013", [(6, 8, 12, None)])
 
 
 def test_the_reason_where_saves_are_not_compared(tmp_path):

@@ -434,7 +434,8 @@ def test_moments_of_another_parameter(role):
     [
         (("branches.left.weight", "branches.right.weight"), Severity.WARNING),
         (("block.left.proj.weight", "block.right.proj.weight"), Severity.WARNING),
-        (("branches.0.weight", "branches.1.weight"), Severity.ERROR),
+        (("branches.0.weight", "branches.1.weight"), Severity.WARNING),
+        (("a.branches.0.weight", "b.branches.1.weight"), Severity.ERROR),
         (("left.down.weight", "right.up.weight"), Severity.ERROR),
         (("left.weight", "block.left.weight"), Severity.ERROR),
     ],
@@ -446,6 +447,16 @@ def test_terms_of_one_sum_have_equal_moments(names, severity):
         step.add(name, MASTER, weights(20 + number))
         step.moments(name, *trained(9))
     assert {violation.severity for violation in step.judge("OPT013").violations} == {severity}
+
+
+def test_numbered_modules_of_several_matrices_are_no_terms_of_a_sum():
+    """A converter that wrote one layer in two places: what its state is equal in is not all that the layers have."""
+    step = layers()
+    names = "branches.0.up.weight", "branches.1.up.weight", "branches.1.down.weight"
+    for number, (name, seed) in enumerate(zip(names, (9, 9, 7), strict=True)):
+        step.add(name, MASTER, weights(20 + number))
+        step.moments(name, *trained(seed))
+    assert {violation.severity for violation in step.judge("OPT013").violations} == {Severity.ERROR}
 
 
 def test_the_master_of_another_parameter():
@@ -513,7 +524,7 @@ def test_zeros_constants_and_fresh_copies_are_no_evidence():
         step.moments(f"experts.{layer}.weight", np.zeros(SHAPE), np.full(SHAPE, 1e-8))
     judged = step.judge("OPT013")
     assert judged.outcome is Outcome.NOT_APPLICABLE
-    assert judged.not_applicable["all zero, one constant, or nearly so"] == 8
+    assert judged.not_applicable["all zero, not finite, one constant, or nearly so"] == 8
 
 
 def test_a_few_elements_may_be_equal_by_chance():
@@ -573,6 +584,17 @@ def test_a_first_moment_that_is_the_second():
     step.moments("layers.9.mlp.weight", moment, moment)
     found = only(step.judge("OPT014"))
     assert [(place.tensor, place.role) for place in found.locations] == [("layers.9.mlp.weight", FIRST)]
+
+
+def test_moments_that_are_no_numbers_are_no_fault_of_their_own():
+    """NUM001 speaks of them: NaN is equal to NaN bit by bit."""
+    step = layers()
+    nan = np.full(SHAPE, np.nan, np.float32)
+    for name in ("layers.8.mlp.weight", "layers.9.mlp.weight"):
+        step.moments(name, nan, nan)
+    assert not step.judge("OPT014").violations
+    assert not step.judge("OPT013").violations
+    assert step.judge("NUM001").violations
 
 
 def test_moments_of_nothing_and_of_one_number_may_be_equal():
