@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from auditor.comparison.beside import Beside, beside
 from auditor.comparison.calibration import Reruns
 from auditor.comparison.causes import Setting, explanation_of
 from auditor.comparison.command import Choices
@@ -19,7 +20,7 @@ from auditor.comparison.one_set import WEIGHTS, is_adapter, one_sets
 from auditor.comparison.outcome import PROVED, SUSPECT, Compared, Comparison, Standing, StepComparison
 from auditor.comparison.precision import told_of_coarse
 from auditor.comparison.proposal import Proposed, propose
-from auditor.comparison.records import Recorded, explaining, recorded, recorded_causes
+from auditor.comparison.records import Recorded, explaining, recorded, recorded_beside, recorded_causes
 from auditor.comparison.rounding import counted_steps, model_of
 from auditor.comparison.seeing import Views, views_of
 from auditor.comparison.shared_causes import ARITHMETIC, shared_causes
@@ -146,7 +147,8 @@ class _UnderWay:
         pairing = match(left, right, self.choices.chosen, every_role=self.choices.resume)
         bench, told = self._bench(own, left, right, pairing)
         rows, factor = self._judged(bench, pairing)
-        differing = recorded(left, right, alone=self.choices.resume)
+        held = beside(left.source, right.source) if self.choices.resume else Beside()
+        differing = recorded_beside(recorded(left, right, alone=self.choices.resume), held.differing)
         shared = shared_causes(rows, factor, Setting((left.mesh, right.mesh)))
         causes = self._with_recorded(own, shared.causes, bench, differing, rows)
         self._keep(own, bench, rows)
@@ -154,7 +156,7 @@ class _UnderWay:
             own, theirs, (left.path, right.path), (left.format, right.format), tuple(rows), bench.model.num_steps,
             (*_notes(pairing), *told, *_coarsely(bench, rows)), (*left.failures, *right.failures),
             (*left.changed, *right.changed), causes, shared.gathered, tuple(one.place for one in differing),
-            left.num_bytes_read + right.num_bytes_read,
+            left.num_bytes_read + right.num_bytes_read, tuple(held.unread),
         )  # fmt: skip
 
     def _bench(self, step: int, left: Holding, right: Holding, pairing: Matching) -> tuple[Bench, tuple[str, ...]]:

@@ -154,6 +154,8 @@ class StepComparison:
     recorded: tuple[str, ...] = ()
     """What is recorded otherwise on the other side: rates, counters, dtypes of the optimizer's state."""
     num_bytes_read: int = 0
+    uncompared: tuple[str, ...] = ()
+    """What had to be equal, and could not be compared."""
 
     def counts(self) -> Counter[Standing]:
         """Pairs by standing."""

@@ -48,8 +48,15 @@ class Recorded:
 
 def recorded(reference: Holding, candidate: Holding, *, alone: bool) -> tuple[Recorded, ...]:
     """What is recorded otherwise, first what moves weights; ``alone``: also what one side alone records."""
-    settings = _settings(reference, candidate)
+    settings = _settings(reference, candidate, alone=alone)
     return (*settings, *_dtypes(reference, candidate), *_scalars(reference, candidate, alone=alone))
+
+
+def recorded_beside(known: Sequence[Recorded], found: Sequence[tuple[str, str]]) -> tuple[Recorded, ...]:
+    """What is known to be recorded otherwise, and of what files hold beside tensors what that does not say."""
+    names = {one.text.partition(" ")[0] for one in known}
+    more = [(text, file) for text, file in found if text.partition(" ")[0].rpartition(".")[2] not in names]
+    return (*known, *(Recorded(text, Reach.ALL, file) for text, file in more))
 
 
 def recorded_causes(found: Sequence[Recorded], where: str = "") -> list[LikelyCause]:
@@ -65,32 +72,56 @@ def explaining(found: Sequence[Recorded], rows: Sequence[Compared], *, first_ste
     return [one for one in found if one.reach is not Reach.WEIGHTS or not (first_step and gradients)]
 
 
-def _settings(reference: Holding, candidate: Holding) -> Iterator[Recorded]:
+def _settings(reference: Holding, candidate: Holding, *, alone: bool) -> Iterator[Recorded]:
+    alike = reference.format == candidate.format
     for name in (*OPTIMIZER, BETAS):
-        own, theirs = _by_parameter(reference, name), _by_parameter(candidate, name)
+        sides = [_by_parameter(holding, name) for holding in (reference, candidate)]
+        if alike and any(None in side for side in sides):
+            numbered = [_by_number(holding, name) for holding in (reference, candidate)]
+            # Groups that don't say which parameters are theirs are told apart by their order.
+            sides = numbered if numbered[0].keys() == numbered[1].keys() else sides
         reach = Reach.ALL if name == BETAS else Reach.WEIGHTS
-        if own and theirs and None not in (*own, *theirs):
-            common = [parameter for parameter in own if parameter in theirs]
-            differing: dict[str, list[str]] = {}
-            for parameter in common:
-                if own[parameter] != theirs[parameter]:
-                    text = f"{name} {_listed(own[parameter])} against {_listed(theirs[parameter])}"
-                    differing.setdefault(text, []).append(str(parameter))
-            for text, names in differing.items():
-                yield Recorded(text + _of(names, len(common)), reach, _file_of(candidate, name))
-            continue
+        yield from (Recorded(text, reach, _file_of(candidate, name)) for text in _differing(name, *sides))
+        if alone and alike and bool(sides[0]) != bool(sides[1]):
+            yield Recorded(f"{name} is recorded by the {'reference' if sides[0] else 'candidate'} alone", reach)
+
+
+_Values = dict[str | None, set[object]]
+
+
+def _differing(name: str, own: _Values, theirs: _Values) -> Iterator[str]:
+    """What of one setting differs, in words, with the parameters, or groups, of which it does."""
+    if None in own or None in theirs:
         sides = [{value for values in side.values() for value in values} for side in (own, theirs)]
         if all(sides) and sides[0] != sides[1]:
-            yield Recorded(f"{name} {_listed(sides[0])} against {_listed(sides[1])}", reach, _file_of(candidate, name))
+            yield f"{name} {_listed(sides[0])} against {_listed(sides[1])}"
+        return
+    common = [key for key in own if key in theirs]
+    texts: dict[str, list[str]] = {}
+    for key in common:
+        if own[key] != theirs[key]:
+            text = f"{name} {_listed(own[key])} against {_listed(theirs[key])}"
+            texts.setdefault(text, []).append(str(key))
+    for text, names in texts.items():
+        yield text + _of(names, len(common))
 
 
-def _by_parameter(holding: Holding, name: str) -> dict[str | None, set[object]]:
+def _by_parameter(holding: Holding, name: str) -> _Values:
     """The values that a setting has for each parameter; under None for groups that don't say which are theirs."""
-    found: dict[str | None, set[object]] = {}
+    found: _Values = {}
     for group in holding.groups:
         if name in group.hyperparameters:
             for parameter in (None,) if group.parameters is None else group.parameters:
                 found.setdefault(parameter, set()).add(group.hyperparameters[name])
+    return found
+
+
+def _by_number(holding: Holding, name: str) -> _Values:
+    """The values that a setting has in each group, over all files."""
+    found: _Values = {}
+    for group in holding.groups:
+        if name in group.hyperparameters:
+            found.setdefault(f"group {group.number}", set()).add(group.hyperparameters[name])
     return found
 
 

@@ -29,7 +29,9 @@ def exit_codes(found: Comparison, settings: Settings) -> list[ExitCode]:
 
 def _unread(found: Comparison) -> bool:
     """Whether something that was asked for could not be done: files that can't be read, reruns that are none."""
-    return bool(any(step.failures for step in found.steps) or found.unrecognised or found.uncalibrated)
+    return bool(
+        any(step.failures or step.uncompared for step in found.steps) or found.unrecognised or found.uncalibrated
+    )
 
 
 def undecided(step: StepComparison) -> bool:

@@ -42,6 +42,7 @@ def _step(step: StepComparison) -> dict[str, Any]:
         "formats": list(step.formats), "num_steps": _number(step.num_steps),
         "counts": dict(sorted((standing.value, count) for standing, count in step.counts().items())),
         "notes": list(step.notes), "failures": list(step.failures), "changed": list(step.changed),
+        "not_compared": list(step.uncompared),
         "recorded": list(step.recorded), "likely_causes": [_cause(cause) for cause in step.causes],
         "num_bytes_read": step.num_bytes_read, "tensors": [_row(row) for row in step.rows],
     }  # fmt: skip

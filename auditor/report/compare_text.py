@@ -62,6 +62,8 @@ def _step(step: StepComparison, found: Comparison, verbose: bool) -> Iterator[st
         yield f"  {safe(note)}"
     for failure in step.failures:
         yield f"  [yellow]not readable[/] {safe(failure)}"
+    for text in step.uncompared:
+        yield f"  [yellow]not compared[/] {safe(text)}"
     for name in step.changed:
         yield f"  [yellow]changed while it was read[/] {safe(name)}"
     for text in step.recorded:
