@@ -26,7 +26,7 @@ from auditor.comparison.seeing import Views, views_of
 from auditor.comparison.shared_causes import ARITHMETIC, shared_causes
 from auditor.comparison.siblings import rejoined
 from auditor.comparison.side import Progress, Side, open_side
-from auditor.comparison.together import CommonFactor, common_factor, following, with_factor
+from auditor.comparison.together import CommonFactor, common_factor, following, not_led, with_factor
 from auditor.errors import NothingToAuditError
 from auditor.model.catalog import Role
 from auditor.model.finding import LikelyCause
@@ -220,6 +220,7 @@ class _UnderWay:
     def _settled(self, bench: Bench, rows: list[Compared], measures: Mapping[int, Distance]) -> list[Compared]:
         """The rows, as all together let them stand, and with what would have been found where that is asked."""
         same = one_sets(rows, bench.reference, bench.model)
+        rows = not_led(rows, bench.narrower, bench.model.num_steps)
         rows = [
             own.settled(row, bench.narrower(row.pair), one_dtype=bench.one_dtype(row.pair))
             if row.amount and (own := same[is_adapter(row)]) else row for row in rows

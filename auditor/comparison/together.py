@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from auditor.comparison.lockstep import Distance
+from auditor.comparison.matching import Pair
 from auditor.comparison.outcome import Compared, Standing
+from auditor.comparison.rounding import Threshold
 from auditor.model.catalog import Role
+from auditor.model.dtype import DType
 from auditor.model.finding import LikelyCause
 
 FEWEST = 8
@@ -21,6 +24,10 @@ SHARE = 0.25
 TO_DEVIATION = 1.4826
 """From the median of distances from the median to a standard deviation."""
 FOLLOWS = "as far as a bias of its size went, of which nothing is determined"
+LED = 4.0
+"""Distances between numbers a step, root mean square, by which one optimizer's arithmetic may lead weights apart."""
+NOT_LED = "its moments are equal in every bit, so no step led it elsewhere"
+_OPEN = (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.UNDETERMINED)
 _SOURCE = "NVIDIA/Megatron-LM#673; NVIDIA/Megatron-LM#906"
 
 
@@ -83,6 +90,32 @@ def following(rows: Sequence[Compared]) -> list[Compared]:
         else row
         for row in rows
     ]  # fmt: skip
+
+
+def not_led(rows: Sequence[Compared], narrower: Callable[[Pair], DType], num_steps: float) -> list[Compared]:
+    """The rows, with weights beyond rounding whose own moments are equal while they are not: what moved them is equal.
+
+    Two implementations of one optimizer round a step otherwise, by no more than a few distances between numbers.
+    """
+    same: dict[str, set[Role]] = {}
+    for row in rows:
+        if row.standing is Standing.EQUAL and row.pair.role in (Role.FIRST_MOMENT, Role.SECOND_MOMENT):
+            same.setdefault(row.pair.name, set()).add(row.pair.role)
+    return [
+        _beside_moments(row, narrower(row.pair).epsilon, num_steps)
+        if row.amount and row.standing in _OPEN and row.pair.role in (Role.PARAMETER, Role.MASTER)
+        and len(same.get(row.pair.name, ())) > 1 else row for row in rows
+    ]  # fmt: skip
+
+
+def _beside_moments(row: Compared, epsilon: float, num_steps: float) -> Compared:
+    assert row.amount is not None
+    times = LED * max(1.0, num_steps)
+    how = f"of a weight with equal moments, {times:g}·{epsilon:.3g}"
+    threshold = Threshold(times * epsilon, how, "derived", suspicious=1.0, unrelated=row.amount.spread)
+    if not epsilon or threshold.vague or row.amount.relative <= threshold.relative:
+        return row
+    return replace(row, standing=Standing.BEYOND, threshold=threshold, detail=NOT_LED)
 
 
 def factor_cause(found: CommonFactor, degrees: str) -> LikelyCause:
