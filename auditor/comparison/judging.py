@@ -10,7 +10,7 @@ import numpy as np
 
 from auditor.comparison.averaged import told_of_mean
 from auditor.comparison.holding import Holding, Key, Lanes
-from auditor.comparison.lockstep import Distance, Stored, measure
+from auditor.comparison.lockstep import FEWEST, Distance, Stored, measure
 from auditor.comparison.matching import Pair, is_computed
 from auditor.comparison.one_set import MOMENTS, SAME_NUMBERS, UNRELATED, WEIGHTS, OneSet, standing_of, stored_twice
 from auditor.comparison.outcome import DIFFERENT, Amount, Compared, Standing
@@ -28,6 +28,7 @@ from auditor.view.assemble import SourceLostError
 COARSE = 0.99
 """Of a gradient's elements: from here on they are taken for numbers of a narrower dtype."""
 VAGUE = "calibrate with reruns of the reference"
+ROUNDING_OF_ZERO = "the reference is zero, and what the candidate has is no larger than rounding in its layer"
 COMPUTED = "it follows from sizes alone, and is no part of what was trained"
 EXACT = Threshold(0.0, "numbers of this dtype are equal, or they are others", "derived")
 
@@ -143,7 +144,8 @@ class Bench:
         if narrow:
             detail = f"the reference's numbers, rounded to {narrow} on their way"
             return replace(row, standing=Standing.BEYOND, detail=_joined(known, detail))
-        order = explain_order(left, right, self._same_values(row.pair))
+        is_open = row.standing is Standing.UNDETERMINED and row.threshold is not None and not row.threshold.stored
+        order = explain_order(left, right, self._same_values(row.pair), by_chance=is_open)
         return replace(row, standing=Standing.REORDERED, detail=_joined(known, order)) if order else row
 
     def _elsewhere(self, right: Stored) -> str:
@@ -186,6 +188,8 @@ class Bench:
 
     def _spread(self, row: int, size: float, count: int) -> float:
         """About how far elements lie from their mean, where extrema alone are kept: a quarter of what lies between."""
+        if count < FEWEST:
+            return 1.0
         totals = self.reference.contents.totals
         between = float(totals["maximum"][row]) - float(totals["minimum"][row])
         return min(1.0, between / 4 * math.sqrt(count) / size) if size and math.isfinite(between) else 1.0
@@ -195,6 +199,8 @@ class Bench:
         assert row.amount is not None
         found = self.threshold(row.pair, row.amount)
         strange = row.pair.role in WEIGHTS and row.amount.relative > IN_COMMON * row.amount.spread
+        if row.pair.role in MOMENTS and self._is_rounding_of_zero(row):
+            return replace(row, detail=_joined(row.detail, ROUNDING_OF_ZERO))
         if not math.isfinite(row.amount.relative):
             return replace(row, standing=Standing.BEYOND, detail=_joined(row.detail, _odd(row.amount)))
         if isinstance(found, str):
@@ -216,6 +222,14 @@ class Bench:
             standing = Standing.UNDETERMINED
             row = replace(row, detail=_joined(row.detail, f"rounding may be {found.relative:.2g} of it: {VAGUE}"))
         return replace(row, standing=standing, threshold=found)
+
+    def _is_rounding_of_zero(self, row: Compared) -> bool:
+        """Whether the reference is zero, and the candidate no larger than what its layer rounds."""
+        assert row.amount is not None
+        shape = self.reference.tensors[row.pair.reference or 0].shape
+        floor = self.model.floor(row.pair.role, row.pair.name, row.amount.num_elements)
+        allowed = self.model.gradient(row.pair.name, shape)[0] * floor / math.sqrt(max(1, row.amount.num_elements))
+        return not row.amount.length and row.amount.largest <= allowed
 
     def replayed(self, row: Compared) -> Compared:
         """A weight one step from equal ones: its difference beside what its own moments explain of it."""
@@ -347,11 +361,15 @@ class Bench:
         """What a step does to a weight; None without optimizer state on both sides."""
         numbers = self.reference.numbers
         first, second = (numbers.get((role, pair.name)) for role in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))
-        if first is None or (Role.FIRST_MOMENT, pair.name) not in self.candidate.numbers:
+        theirs = self.candidate.numbers.get((Role.FIRST_MOMENT, pair.name))
+        if first is None or theirs is None:
             return None
         shape, size = self.reference.tensors[first].shape, self.reference.size(first)
         known = self.noise.get((Role.FIRST_MOMENT, pair.name))
         noise, root = uncertainty(self.model, pair, shape, size, known), math.sqrt(math.prod(shape))
+        if not size and self.candidate.size(theirs):
+            # It got no gradient, the candidate some: of rounding alone Adam makes steps as long as any.
+            return Motion(2.0 * root, 0.0)
         if second is None:
             return Motion(noise * root, size)
         if self.reference.source is None or self.reference.tensors[second].shape != shape:

@@ -24,6 +24,8 @@ WIDEST = 8
 """Bits of an exponent whose squares, and their sums, are doubles."""
 MAX_DIMS = 64
 """That numpy's arrays have."""
+FEWEST = 8
+"""Elements by whose spread it is told what unrelated ones would show."""
 MAX_BINS = 1 << 14
 """A dim that is longer is looked at in so many stretches."""
 
@@ -121,8 +123,11 @@ class Distance:
     def spread(self) -> float:
         """How far elements lie from their own mean, relative to the reference's length; of the wider side.
 
-        Elements that have nothing to do with each other, of the same mean and spread, differ by √2 times that.
+        Elements that have nothing to do with each other, of the same mean and spread, differ by √2 times that. Of fewer
+        than eight nothing is known but their size: one.
         """
+        if self.num_elements < FEWEST:
+            return 1.0
         count = max(1, self.num_summed)
         squares = (self.reference, self.candidate)
         found = [square - total**2 / count for square, total in zip(squares, self.sums, strict=True)]

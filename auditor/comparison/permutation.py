@@ -15,14 +15,18 @@ from auditor.observe.digest import block_keys
 
 PERIODIC = "in each of"
 """What a description says before the stretches of one tensor that all are in one other order."""
+TELLING = 8
+"""Lines that are all different, or elements of a line: from here on no chance turns one order into the other. A bias
+after one step in bfloat16 holds a rate and its negative, and two signs that were flipped are another order of them."""
 MAX_LINES = 1 << 22
 """Rows of a dim that are told apart: 32 MB of hashes a side."""
 
 
-def explain_order(reference: Stored, candidate: Stored, same_values: bool) -> str:
+def explain_order(reference: Stored, candidate: Stored, same_values: bool, *, by_chance: bool = False) -> str:
     """What turns the reference into the candidate: a transposition, or an order of rows; empty where nothing does.
 
-    ``same_values``: whether counts, extrema and squares leave it open; nothing is read where they don't.
+    ``same_values``: whether counts, extrema and squares leave it open; nothing is read where they don't. ``by_chance``:
+    whether rounding may have moved elements as far, so that those that moved must speak by themselves.
 
     Raises:
         SourceLostError: a side can't be read.
@@ -34,13 +38,22 @@ def explain_order(reference: Stored, candidate: Stored, same_values: bool) -> st
         if 1 < extent <= MAX_LINES:
             own, theirs = line_hashes(reference, dim), line_hashes(candidate, dim)
             order = order_of(own, theirs)
-            if order is not None and (order != np.arange(extent)).any():
+            told = order is not None and _tells(own, order, reference.tensor.num_elements // extent, by_chance)
+            if order is not None and told:
                 return f"{described(order)} along dim {dim}"
     if len(shape) == 2 and shape[0] == shape[1] <= MAX_LINES:
         own, theirs = line_hashes(reference, 0), line_hashes(candidate, 1)
         if (own == theirs).all():
             return "transposed"
     return ""
+
+
+def _tells(lines: NDArray[np.uint64], order: NDArray[np.int64], length: int, by_chance: bool) -> bool:
+    """Whether lines moved, and are too many, or too long, to be the same by chance; of ``length`` elements each."""
+    moved = order != np.arange(len(order))
+    if not moved.any() or length >= TELLING:
+        return bool(moved.any())
+    return len(np.unique(lines[moved] if by_chance else lines)) >= (TELLING if by_chance else min(TELLING, len(lines)))
 
 
 def line_hashes(stored: Stored, dim: int) -> NDArray[np.uint64]:

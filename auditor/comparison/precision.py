@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -18,6 +19,8 @@ COARSENED = "its gradient is made of bfloat16 numbers"
 """What is said of a first moment where it is so."""
 FEWEST = 32
 """Elements that aren't zero, to tell by."""
+ROUNDED = 8
+"""Elements that became other numbers of a narrower dtype than the reference's, and by chance once in 1,000 are such."""
 
 
 def share_coarse(first: Stored, beta: float) -> float:
@@ -75,19 +78,24 @@ def data_parallel(holding: Holding) -> int:
 def narrowed(reference: Stored, candidate: Stored) -> str:
     """The dtype to which the candidate, kept in the reference's float32, was rounded on its way; empty for none.
 
+    What is too small for the dtype becomes zero, or one of few numbers, and tells nothing.
+
     Raises:
         SourceLostError: a side can't be read.
     """
     wide = DTYPES["float32"]
     if reference.tensor.dtype != wide or candidate.tensor.dtype != wide:
         return ""
-    open_ones = ["bfloat16", "float16"]
+    counts = {"bfloat16": 0, "float16": 0}
     for box in boxes(reference.tensor.shape):
-        bits, (_, theirs) = reference.values(box)[0], candidate.values(box)
-        open_ones = [
-            name for name in open_ones
-            if np.array_equal(to_float64(rounded(bits, wide, DTYPES[name]), DTYPES[name]), theirs, equal_nan=True)
-        ]  # fmt: skip
-        if not open_ones:
+        (bits, own), (_, theirs) = reference.values(box), candidate.values(box)
+        for name in [*counts]:
+            dtype = DTYPES[name]
+            if np.array_equal(to_float64(rounded(bits, wide, dtype), dtype), theirs, equal_nan=True):
+                usual = np.abs(theirs) >= math.ldexp(1.0, 1 - dtype.bias)
+                counts[name] += int(np.count_nonzero(usual & (own != theirs)))
+            else:
+                del counts[name]
+        if not counts:
             return ""
-    return open_ones[0] if open_ones else ""
+    return next((name for name, count in counts.items() if count >= ROUNDED), "")
