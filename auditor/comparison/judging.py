@@ -199,7 +199,9 @@ class Bench:
         assert row.amount is not None
         found = self.threshold(row.pair, row.amount)
         strange = row.pair.role in WEIGHTS and row.amount.relative > IN_COMMON * row.amount.spread
-        if row.pair.role in MOMENTS and self._is_rounding_of_zero(row):
+        shape = self.reference.tensors[row.pair.reference or 0].shape
+        is_zero = row.pair.role in MOMENTS and not row.amount.length
+        if is_zero and self.model.rounds(row.pair, shape, row.amount.largest):
             return replace(row, detail=_joined(row.detail, ROUNDING_OF_ZERO))
         if not math.isfinite(row.amount.relative):
             return replace(row, standing=Standing.BEYOND, detail=_joined(row.detail, _odd(row.amount)))
@@ -222,14 +224,6 @@ class Bench:
             standing = Standing.UNDETERMINED
             row = replace(row, detail=_joined(row.detail, f"rounding may be {found.relative:.2g} of it: {VAGUE}"))
         return replace(row, standing=standing, threshold=found)
-
-    def _is_rounding_of_zero(self, row: Compared) -> bool:
-        """Whether the reference is zero, and the candidate no larger than what its layer rounds."""
-        assert row.amount is not None
-        shape = self.reference.tensors[row.pair.reference or 0].shape
-        floor = self.model.floor(row.pair.role, row.pair.name, row.amount.num_elements)
-        allowed = self.model.gradient(row.pair.name, shape)[0] * floor / math.sqrt(max(1, row.amount.num_elements))
-        return not row.amount.length and row.amount.largest <= allowed
 
     def replayed(self, row: Compared) -> Compared:
         """A weight one step from equal ones: its difference beside what its own moments explain of it."""

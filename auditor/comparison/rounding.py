@@ -150,6 +150,12 @@ class Model:
         """Length that a tensor of this size has where its elements are as large as its layer's."""
         return self.levels.get((role, _place(name)), 0.0) * math.sqrt(num_elements)
 
+    def rounds(self, pair: Pair, shape: Sequence[int], largest: float) -> bool:
+        """Whether elements of a moment up to ``largest`` are what rounding makes of zero beside its layer's."""
+        count = math.prod(shape)
+        floor = self.floor(pair.role, pair.name, count) / math.sqrt(max(1, count))
+        return largest <= self.gradient(pair.name, shape)[0] * floor
+
 
 def model_of(
     reference: Holding, candidate: Holding, pairs: Sequence[Pair], num_steps: float, *,
