@@ -31,6 +31,10 @@ def bare(name: str) -> str:
 
 
 def parameters(catalog: Catalog) -> dict[str, Tensor]:
-    """Name to tensor, of what a model holds: parameters before masters before buffers."""
+    """Name to tensor, of what a model holds: parameters before masters before buffers.
+
+    Names with braces are left out: in a rule they would be words.
+    """
     roles = (Role.BUFFER, Role.MASTER, Role.PARAMETER)
-    return {tensor.name: tensor for role in roles for tensor in catalog.tensors if tensor.role is role}
+    return {tensor.name: tensor for role in roles for tensor in catalog.tensors
+            if tensor.role is role and "{" not in tensor.name}  # fmt: skip

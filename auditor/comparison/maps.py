@@ -35,7 +35,7 @@ def _by_bare_name(source: Source, target: Source) -> list[NameRule]:
     """Wrappers: DeepSpeed, DDP, torch.compile, PEFT, and models with and without a head."""
     theirs = {bare(name): name for name in parameters(target.catalog)}
     own = parameters(source.catalog)
-    return [NameRule(name, (theirs[bare(name)],)) for name in own if bare(name) in theirs and "{" not in name]
+    return [NameRule(name, (theirs[bare(name)],)) for name in own if bare(name) in theirs]
 
 
 def _pipeline(source: Source, target: Source) -> list[NameRule]:
@@ -102,7 +102,7 @@ def _flax(source: Source, target: Source) -> list[NameRule]:
         path, _, last = _spread(name).rpartition(".")
         kind = {"kernel": "weight", "scale": "weight", "embedding": "weight"}.get(last, last)
         to = theirs.get(f"{path}.{kind}" if path else kind)
-        if to is None or "{" in name:
+        if to is None:
             continue
         dims = len(tensor.shape)
         # Convolutions: spatial dims first, then in and out.

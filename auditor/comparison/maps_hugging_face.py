@@ -34,7 +34,7 @@ def meta(source: Source, target: Source) -> list[NameRule]:
     """
     own = parameters(source.catalog)
     sizes = [own[name].shape[0] for name in (_QUERY, _QUERY.replace("wq", "wk")) if name in own and own[name].shape]
-    if len(sizes) < 2:
+    if len(sizes) < 2 or not all(sizes):
         return []
 
     def rotated(half: int) -> list[NameRule]:
@@ -71,14 +71,12 @@ def fused(source: Source, target: Source) -> list[NameRule]:
     Source: huggingface/transformers ``conversion_mapping.py`` (5.24, experts), ``models/gemma`` and ``models/opt``
     (4.47, ``convert_*``: metaseq keeps key, value and query in this order).
     """
-    theirs = {_spelled(name): name for name in parameters(target.catalog) if "{" not in name}
+    theirs = {_spelled(name): name for name in parameters(target.catalog)}
     shapes = {name: tensor.shape for name, tensor in parameters(target.catalog).items()}
     own = parameters(source.catalog)
     reordered = any(name.endswith("decoder.version") for name in own)
     rules = []
     for name, tensor in own.items():
-        if "{" in name:
-            continue
         said = _spelled(name)
         if said in theirs:
             rules.append(NameRule(name, (theirs[said],)))
@@ -103,7 +101,7 @@ def _parts(
     for word, parts in _FUSED.items():
         before, found, after = said.partition(f"{word}.")
         names = [theirs.get(f"{before}{part}.{after}", "") for part in parts] if found else [""]
-        if all(names):
+        if all(shapes.get(part) for part in names):
             if reordered and word == "qkv_proj":
                 names = [names[1], names[2], names[0]]
             yield NameRule(name, tuple(names), sizes=tuple(shapes[part][0] for part in names))
@@ -117,7 +115,7 @@ def _experts(
     for gate, up, down in _GATED:
         parts = {"gate_up_proj": (gate, up), "down_proj": (down,), "up_proj": (up,)}.get(word, ())
         first = [theirs.get(f"{before}.experts.0.{part}.weight", "") for part in parts]
-        if not first or not all(first) or len(tensor.shape) != 3:
+        if not first or not all(len(shapes.get(one, ())) == 2 for one in first) or len(tensor.shape) != 3:
             continue
         rows, columns = sum(shapes[one][0] for one in first), shapes[first[0]][-1]
         turned = (0, 2, 1) if tensor.shape[1:] != (rows, columns) else None

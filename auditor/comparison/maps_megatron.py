@@ -85,7 +85,7 @@ def megatron(source: Source, target: Source) -> list[NameRule]:
 def _groups(source: Source, target: Source, fused: Tensor | None) -> list[int]:
     """In how many stretches query, key and value lie; none where no configuration records the heads."""
     recorded = recorded_heads(target, source)
-    if recorded is None or fused is None:
+    if recorded is None or fused is None or not fused.shape:
         return []
     versions = [scalar.value for scalar in source.catalog.scalars if scalar.name == "checkpoint_version"]
     old = "query_key_value" in fused.name
@@ -130,7 +130,7 @@ def _llama(theirs: Mapping[str, Tensor]) -> _Family:
     rules.append(NameRule("decoder.layers.{n}.mlp.linear_fc1.weight", gated))
     rules += _experts(theirs)
     q, k, v = (theirs.get(f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv")
-    if not (q and k and v):
+    if not (q and k and v and q.shape and k.shape and v.shape):
         return rules, None, ()
     sizes = q.shape[0], k.shape[0], v.shape[0]
 

@@ -35,6 +35,11 @@ def _pattern(source: str) -> re.Pattern[str]:
     return re.compile(pattern + re.escape(source[at:]))
 
 
+def _filled(target: str, words: Mapping[str, str]) -> str:
+    """A name with its words. A built-in map's target is another checkpoint's name, in which braces may stand."""
+    return _FIELD.sub(lambda found: words.get(found[1], found[0]), target)
+
+
 @dataclass(frozen=True, slots=True)
 class NameRule:
     """How tensors of one pattern are called, and lie, elsewhere. Dims are permuted first, then cut or stacked."""
@@ -68,7 +73,7 @@ class NameRule:
         """What a name becomes where nothing but the name changes; empty where it doesn't fit, or more would change."""
         moved = len(self.targets) > 1 or self.transpose is not None or (self.stack, self.unstack) != (None, None)
         words = None if moved else self.match(name)
-        return "" if words is None else _FIELD.sub(lambda found: words[found[1]], self.targets[0])
+        return "" if words is None else _filled(self.targets[0], words)
 
     def flaw(self) -> str:
         """What is wrong with the rule itself; empty if nothing is."""
@@ -265,7 +270,7 @@ def _layers(
 
 
 def _names(rule: NameRule, words: Mapping[str, str], suffix: str) -> list[str]:
-    return [_FIELD.sub(lambda found: words[found[1]], target) + suffix for target in rule.targets]
+    return [_filled(target, words) + suffix for target in rule.targets]
 
 
 def _cuts(rule: NameRule, move: _Move, names: Sequence[str], sizes: Sequence[int], dim: int) -> Iterator[_Move]:

@@ -8,15 +8,20 @@ import numpy as np
 import pytest
 
 from auditor.adapters.adapter import Options
+from auditor.comparison.holding import Source
+from auditor.comparison.maps import MAPS
 from auditor.comparison.outcome import DIFFERENT, PROVED, Standing
 from auditor.discovery import one_run
+from auditor.model.name_map import mapped
 from auditor.model.region import whole
 from auditor.storage.local import LocalStore
+from auditor.storage.memory import MemoryStore
 from auditor.view.assemble import read_box
 from tests import command
 from tests.comparison.test_exact import code, compared
 from tests.comparison.tree import write_step
 from tests.faults import rewrite
+from tests.flax_files import pack
 from tests.paths import ROOT
 
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -261,3 +266,41 @@ def test_rules_are_proposed_and_do_what_they_say(tmp_path):
     done = command.run(["compare", left, right, "--map", "none", "--config", tmp_path / "auditor.toml", "--exact"])
     assert (done.returncode, done.stdout.count(b"equal")) != (0, 0)
     assert b"differs" not in done.stdout, done.stdout.decode()
+
+
+def nested(shapes):
+    """A state in memory, and its Catalog, with parameters of these names and shapes."""
+    root = {}
+    for name, shape in shapes.items():
+        *path, last = name.split(".")
+        at = root
+        for part in path:
+            at = at.setdefault(part, {})
+        at[last] = np.ones(shape, np.float32)
+    store = MemoryStore({"run_1/state.msgpack": pack({"params": root})})
+    source = one_run(store).steps[-1]
+    return Source(store, source.adapter.read(store, source.folder, source.match, Options()))
+
+
+_QKV = {f"model.layers.0.self_attn.{part}_proj.weight": () for part in "qkv"}
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "theirs"),
+    [
+        ("megatron-hf", {"decoder.layers.0.self_attention.linear_qkv.weight": (4, 4)}, _QKV),
+        ("megatron-hf", {"language_model.encoder.layers.0.attention.query_key_value.weight": ()},
+         {"h.0.attn.c_attn.weight": (4, 12), "wte.weight": ()}),
+        ("meta-hf", {"layers.0.attention.wq.weight": (8, 2), "layers.0.attention.wk.weight": (0,)}, _QKV),
+        ("fused-hf",
+         {"model.layers.0.self_attn.qkv_proj.weight": (6, 2), "model.layers.0.mlp.experts.down_proj": (2, 2, 2)},
+         {**_QKV, "model.layers.0.mlp.experts.0.down_proj.weight": ()}),
+        ("deepspeed-hf", {"3.a.weight": (2,), "{b}.c.{b}": (3,)}, {"layers.0.a.weight": (2,), "x.{b}.c.{b}": (3,)}),
+    ],
+)  # fmt: skip
+def test_maps_bear_what_no_converter_writes(name, own, theirs):
+    """Scalars and empty tensors where matrices belong, braces in names: nothing is brought together, or broken."""
+    one, other = nested(own), nested(theirs)
+    rules = MAPS[name].build(one, other)
+    shapes = {tensor.name: tensor.shape for tensor in mapped(one.catalog, rules).tensors}
+    assert sum(map(np.prod, shapes.values())) == sum(map(np.prod, own.values()))

@@ -13,7 +13,7 @@ from auditor.discovery import discover
 from auditor.errors import UsageError
 from auditor.invariants.related import seen_whole
 from auditor.model.catalog import Role
-from auditor.model.name_map import collisions, mapped
+from auditor.model.name_map import NameRule, collisions, mapped
 from auditor.model.pieces_builder import PiecesBuilder
 from auditor.model.region import Box, coverage, whole
 from auditor.observe.one_pass import observe, wanted_rows
@@ -179,6 +179,12 @@ def test_the_first_rule_counts_whether_it_is_for_one_name_or_for_many():
     rules = [("b", "x"), ("{w}", "any_{w}"), ("a", "y"), ("b", "z")]
     seen = mapped(catalog, name_map({"map": [{"from": one, "to": other} for one, other in rules]}))
     assert [tensor.name for tensor in seen.tensors] == ["any_a", "x"]
+
+
+def test_braces_in_another_checkpoints_names_are_no_words():
+    _, catalog = state(a=np.ones(2, np.float32))
+    assert [tensor.name for tensor in mapped(catalog, [NameRule("a", ("{b}.a",))]).tensors] == ["{b}.a"]
+    assert NameRule("a", ("{b}.a",)).renamed("a") == "{b}.a"
 
 
 def test_moments_go_with_their_parameters():
