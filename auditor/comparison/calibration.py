@@ -14,6 +14,7 @@ from auditor.comparison.records import Reach, recorded
 from auditor.comparison.rounding import IN_COMMON, SAYS_NOTHING, Model, Threshold, counted_steps, of_moment
 from auditor.comparison.side import Seeing, Side
 from auditor.model.catalog import Role
+from auditor.model.dtype import DTYPES
 from auditor.view.assemble import SourceLostError
 
 LEAST, SPREAD = 2.0, 2.0
@@ -23,6 +24,8 @@ SUSPICIOUS = 3.0
 """Up to this multiple of a calibrated threshold a difference is suspicious."""
 FAR = 30.0
 """A rerun whose gradients, one step from equal weights, differ by so many times their derived round-off is none."""
+TF32 = "float16"
+"""The dtype with as many bits behind the point as the products of TF32 have, which no file tells from float32's."""
 QUIET = "the reruns lack this step or equal the reference in every bit: they tell no noise, thresholds are derived"
 _WEIGHTS = (Role.PARAMETER, Role.MASTER)
 
@@ -116,7 +119,9 @@ class Reruns:
 
     def _too_far(self, reference: Holding, found: Sequence[_Apart], model: Model) -> str:
         """Whether gradients of one step from equal weights differ by more than rounding ever makes of them."""
-        moments, derived, model = _of(found, Role.FIRST_MOMENT), dict[str, Threshold](), replace(model, num_steps=1.0)
+        moments, derived = _of(found, Role.FIRST_MOMENT), dict[str, Threshold]()
+        coarsest = min(model.compute, DTYPES[TF32], key=lambda dtype: dtype.mantissa_bits)
+        model = replace(model, num_steps=1.0, compute=coarsest)
         for one in moments:
             what = reference.tensors[one.pair.reference or 0]
             threshold = of_moment(model, one.pair, what.dtype, what.shape, one.length)

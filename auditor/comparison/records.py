@@ -7,12 +7,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from auditor.comparison.holding import Holding
 from auditor.comparison.outcome import SUSPECT, Compared
 from auditor.comparison.rounding import counted_steps
 from auditor.model.catalog import Role, Scalar
 from auditor.model.finding import LikelyCause
 from auditor.model.mesh import Coordinate
+from auditor.model.optimizer import Hyperparameter
 
 OPTIMIZER = ("lr", "initial_lr", "eps", "weight_decay", "amsgrad", "momentum", "maximize", "bias_correction")
 """What moves weights, and leaves the gradients of a first step alone."""
@@ -47,7 +50,11 @@ class Recorded:
 
 
 def recorded(reference: Holding, candidate: Holding, *, alone: bool) -> tuple[Recorded, ...]:
-    """What is recorded otherwise, first what moves weights; ``alone``: also what one side alone records."""
+    """What is recorded otherwise, first what moves weights.
+
+    ``alone``: also what one side alone records, and settings that agree as float32 numbers (optax, Megatron keep such)
+    and no further.
+    """
     settings = _settings(reference, candidate, alone=alone)
     return (*settings, *_dtypes(reference, candidate), *_scalars(reference, candidate, alone=alone))
 
@@ -75,9 +82,9 @@ def explaining(found: Sequence[Recorded], rows: Sequence[Compared], *, first_ste
 def _settings(reference: Holding, candidate: Holding, *, alone: bool) -> Iterator[Recorded]:
     alike = reference.format == candidate.format
     for name in (*OPTIMIZER, BETAS):
-        sides = [_by_parameter(holding, name) for holding in (reference, candidate)]
+        sides = [_by_parameter(holding, name, exact=alone) for holding in (reference, candidate)]
         if alike and any(None in side for side in sides):
-            numbered = [_by_number(holding, name) for holding in (reference, candidate)]
+            numbered = [_by_number(holding, name, exact=alone) for holding in (reference, candidate)]
             # Groups that don't say which parameters are theirs are told apart by their order.
             sides = numbered if numbered[0].keys() == numbered[1].keys() else sides
         reach = Reach.ALL if name == BETAS else Reach.WEIGHTS
@@ -91,12 +98,12 @@ _Values = dict[str | None, set[object]]
 
 def _differing(name: str, own: _Values, theirs: _Values) -> Iterator[str]:
     """What of one setting differs, in words, with the parameters, or groups, of which it does."""
-    if None in own or None in theirs:
+    common = [key for key in own if key in theirs]
+    if None in own or None in theirs or not common:
         sides = [{value for values in side.values() for value in values} for side in (own, theirs)]
         if all(sides) and sides[0] != sides[1]:
             yield f"{name} {_listed(sides[0])} against {_listed(sides[1])}"
         return
-    common = [key for key in own if key in theirs]
     texts: dict[str, list[str]] = {}
     for key in common:
         if own[key] != theirs[key]:
@@ -106,23 +113,35 @@ def _differing(name: str, own: _Values, theirs: _Values) -> Iterator[str]:
         yield text + _of(names, len(common))
 
 
-def _by_parameter(holding: Holding, name: str) -> _Values:
+def _by_parameter(holding: Holding, name: str, *, exact: bool) -> _Values:
     """The values that a setting has for each parameter; under None for groups that don't say which are theirs."""
     found: _Values = {}
     for group in holding.groups:
         if name in group.hyperparameters:
             for parameter in (None,) if group.parameters is None else group.parameters:
-                found.setdefault(parameter, set()).add(group.hyperparameters[name])
+                value = group.hyperparameters[name]
+                found.setdefault(parameter, set()).add(value if exact else _single(value))
     return found
 
 
-def _by_number(holding: Holding, name: str) -> _Values:
+def _by_number(holding: Holding, name: str, *, exact: bool) -> _Values:
     """The values that a setting has in each group, over all files."""
     found: _Values = {}
     for group in holding.groups:
         if name in group.hyperparameters:
-            found.setdefault(f"group {group.number}", set()).add(group.hyperparameters[name])
+            value = group.hyperparameters[name]
+            found.setdefault(f"group {group.number}", set()).add(value if exact else _single(value))
     return found
+
+
+def _single(value: Hyperparameter) -> Hyperparameter:
+    """A number as float32 keeps it."""
+    if isinstance(value, tuple):
+        return tuple(_single(each) for each in value)  # type: ignore[misc]
+    if isinstance(value, bool) or not isinstance(value, float):
+        return value
+    with np.errstate(over="ignore"):
+        return float(f"{np.float32(value):.7g}")
 
 
 def _file_of(holding: Holding, name: str) -> str:

@@ -68,9 +68,9 @@ def _step(step: StepComparison, found: Comparison, verbose: bool) -> Iterator[st
         yield f"  [yellow]changed while it was read[/] {safe(name)}"
     for text in step.recorded:
         yield f"  recorded   {safe(text)}"
-    yield from _modules(step, found, verbose)
     for cause in step.causes:
         yield f"  maybe      {safe(cause.text)} ({safe(cause.source)})"
+    yield from _modules(step, found, verbose)
 
 
 def _counted(step: StepComparison) -> str:
@@ -156,7 +156,8 @@ def _times(margin: float) -> str:
 
 def _threshold(row: Compared) -> str:
     assert row.threshold is not None
-    runs = f" of {row.threshold.num_runs} reruns" if row.threshold.num_runs else ""
+    count = row.threshold.num_runs
+    runs = f" of {count} {'rerun' if count == 1 else 'reruns'}" if count else ""
     return f"rounding up to {row.threshold.relative:.2g}, {row.threshold.kind}{runs}: {row.threshold.how}"
 
 

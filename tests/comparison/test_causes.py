@@ -108,6 +108,11 @@ def test_no_rate_explains_a_gradient_of_a_first_step(reference, tmp_path):
     found = compared(reference, saved(tmp_path, rows_of(slice(8, 16)), lr=2e-3))
     texts = [cause.text for cause in found.steps[-1].causes]
     assert ["tp rank 1 of 2" in texts[0], "recorded otherwise" in texts[-1]] == [True, True]
+    # One side's files keep float32 numbers.
+    single = compared(
+        reference, saved(tmp_path / "single", lr=float(np.float32(1e-3)), betas=[float(np.float32(0.9)), 0.95])
+    )
+    assert (code(single), single.steps[-1].recorded) == (0, ())
     betas = compared(reference, saved(tmp_path / "betas", rows_of(slice(None), factor=5.0), betas=[0.5, 0.95]))
     assert betas.steps[-1].causes[0].text.startswith("recorded otherwise: betas (0.9, 0.95) against (0.5, 0.95)")
 
@@ -144,3 +149,16 @@ def test_sums_over_ranks_that_are_made_of_bfloat16_numbers_are_noted(tmp_path, r
     said = "gradients of 6 tensors are made of bfloat16 numbers, though they are sums over 2 ranks"
     assert any(said in note for note in found.steps[-1].notes) is reduced
     assert code(found) == 0
+
+
+@pytest.mark.parametrize(("noise", "refused"), [(1e-3, False), (0.3, True)], ids=["TF32", "other data"])
+def test_reruns_in_coarse_products_are_reruns(reference, tmp_path, noise, refused):
+    """No file tells TF32's products from float32's: a rerun is one where they explain it."""
+
+    def noisy(name, gradient):
+        return gradient * (1 + np.random.default_rng(len(name)).normal(0, noise, gradient.shape))
+
+    rerun = saved(tmp_path / "rerun", noisy)
+    found = compared(reference, saved(tmp_path / "two"), calibrate=[str(rerun)], compute="float32")
+    assert bool(found.refused) is refused
+    assert code(found) == (3 if refused else 0)
