@@ -74,6 +74,8 @@ class Match:
     numbered: int | None = None
     """The number that a script put into the name. Whether it is a step is told by the other saves of the run: if most
     of those record the step that their names tell, this one's name tells its step, too."""
+    unread: bool = False
+    """Whether it could not be read, and might record another step than the number in its name."""
     apart: bool = False
     """Whether nothing tells for certain to which step of a run it belongs (a folder ``best``, ``20.bak``): beside steps
     that are known it is a run of its own, and compared with none of them."""

@@ -12,7 +12,7 @@ import re
 
 from auditor.adapters.state_files import StateFile, StateFiles
 from auditor.containers.damage import DamagedError
-from auditor.containers.flax_msgpack import CutShortError, read_flax
+from auditor.containers.flax_msgpack import FlaxFile, read_flax
 from auditor.storage.store import Handle
 
 
@@ -31,7 +31,7 @@ class FlaxMsgpack(StateFiles):
 
     def salvage(self, error: DamagedError) -> StateFile | None:
         """Of a file that is cut short, what its beginning tells."""
-        return error.content if isinstance(error, CutShortError) else None
+        return error.content if isinstance(error.content, FlaxFile) else None
 
     def begins(self, head: bytes) -> bool:
         """A map that isn't empty, whose first key is a text. Pickles begin with 0x80 and a small number."""

@@ -22,7 +22,7 @@ from auditor.adapters.step_file import Opened
 from auditor.adapters.step_names import is_likely, is_part, step_name
 from auditor.containers.damage import DamagedError
 from auditor.containers.state_array import Plain, StateArray
-from auditor.model.catalog import Catalog, FileState
+from auditor.model.catalog import Catalog
 from auditor.model.encoding import Encoding
 from auditor.model.mesh import NO_MESH
 from auditor.storage.store import Entry, Handle, StorageError, Store, base_name, join, read_bytes
@@ -135,7 +135,7 @@ class StateFiles:
         held = any(isinstance(node, StateArray) for one in opened if one.content for _, node in one.content.leaves())
         if not held and not all(map(self._named, called)):
             return Declined(f"{called[0]} is no {self.what} ({opened[0].detail or 'it holds none'})", 0.2)
-        if not held and not any(one.state is FileState.DAMAGED for one in opened):
+        if not held and not any(one.lost for one in opened):
             return Declined(f"{called[0]} {opened[0].detail or 'holds no arrays'}", 0.2)
         reason = f"a {self.what}" if held else f"by name a {self.what}, but {opened[0].detail}"
         placing = self._placing(store, folder, opened)[0]

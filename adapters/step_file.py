@@ -8,9 +8,9 @@ from typing import Any, Generic, Self, TypeVar
 
 from auditor.adapters.adapter import Folder
 from auditor.adapters.pickled_module import with_state_dicts
-from auditor.containers.damage import DamagedError, UnsupportedError
+from auditor.containers.damage import CutShortError, DamagedError, UnsupportedError
 from auditor.containers.torch_zip import RecordBudget, TorchFile, read_torch_file
-from auditor.model.catalog import File, FileState
+from auditor.model.catalog import LOST, File, FileState
 from auditor.model.mesh import EVERYWHERE, Coordinate
 from auditor.storage.store import (
     Entry,
@@ -54,7 +54,8 @@ class Opened(Generic[T]):
         except DamagedError as error:
             if changed_since(store, path, listed):
                 return cls(name, FileState.CHANGED, None, "it changed while it was read", listed)
-            return cls(name, FileState.DAMAGED, salvage(error), str(error), listed)
+            state = FileState.CUT_SHORT if isinstance(error, CutShortError) else FileState.DAMAGED
+            return cls(name, state, salvage(error), str(error), listed)
         except ObjectMissingError:
             return cls.absent(name)
         except ObjectChangedError as error:
@@ -74,8 +75,8 @@ class Opened(Generic[T]):
 
     @property
     def lost(self) -> bool:
-        """Whether the file is missing or damaged: its tensors are not to be had from this checkpoint."""
-        return self.state in (FileState.MISSING, FileState.DAMAGED)
+        """Whether its tensors are not to be had from this checkpoint: it is missing, cut short or damaged."""
+        return self.state in LOST
 
     def as_file(
         self, folder: str, container: str, coordinate: Coordinate = EVERYWHERE, opaque: Mapping[str, int] | None = None

@@ -117,6 +117,7 @@ def _matched(file: StepFile, number: StepName | None, reason: str) -> Match:
         told = "nothing tells a step" if step is None else f"it records step {step}"
         return Match(step or 0, f"{reason}; {told}")
     if step is None:
-        return Match(number.number, f"{reason}; its step is the number in its name", numbered=number.number)
+        told = f"{reason}; its step is the number in its name"
+        return Match(number.number, told, numbered=number.number, unread=file.content is None)
     match = Match(step, f"{reason}; it records step {step}")
     return match if number.of_epoch else replace(match, numbered=number.number)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from auditor.adapters.adapter import Adapter, Declined, Folder, Match, Pointer
+from auditor.adapters.step_names import step_name
 from auditor.storage.store import base_name
 
 
@@ -69,7 +70,8 @@ def numbered(steps: Sequence[StepSource]) -> list[StepSource]:
     """The steps of one run in order, by the numbers in their names where those are steps (:attr:`Match.numbered`).
 
     They are if most files record the step that their names tell: one that records another is then a stale or a copied
-    file (INT005). Else names count something else (epochs, saves, from 1 instead of 0), and what is recorded counts.
+    file (INT005). Else names count something else (epochs, saves, from 1 instead of 0), and what is recorded counts;
+    a file that can't be read is put where its name has it among the others.
     """
     told = Counter(one.match.numbered == one.match.step for one in steps if one.match.numbered is not None)
     if told[True] > told[False]:
@@ -77,7 +79,30 @@ def numbered(steps: Sequence[StepSource]) -> list[StepSource]:
             one if one.match.numbered is None else replace(one, match=replace(one.match, step=one.match.numbered))
             for one in steps
         ]
+    told_by = sorted((_number_in(one), one.match.step) for one in steps if not one.match.unread)
+    if any(number != step for number, step in told_by):
+        steps = [_placed(one, told_by) if one.match.unread else one for one in steps]
     return sorted(steps, key=lambda one: one.order)
+
+
+def _number_in(source: StepSource) -> int:
+    found = step_name(base_name(source.folder.path))
+    return found.number if found else -1
+
+
+def _placed(source: StepSource, others: Sequence[tuple[int, int]]) -> StepSource:
+    """A file that can't be read, at the step that the two saves nearest to it lead to.
+
+    ``others``: numbers in names and steps that they stand for, in order.
+    """
+    number = _number_in(source)
+    behind = sum(name < number for name, _ in others)
+    at = max(0, min(behind - 1, len(others) - 2))
+    (first, low), (second, high) = others[at], others[min(at + 1, len(others) - 1)]
+    rate = (high - low) / (second - first) if second > first else 1
+    step = max(others[behind - 1][1] + 1 if behind else 0, round(low + rate * (number - first)))
+    reason = f"{source.match.reason}, by the saves beside it about step {step}"
+    return replace(source, match=replace(source.match, step=step, reason=reason))
 
 
 def of_one_moment(steps: Sequence[StepSource]) -> bool:

@@ -121,7 +121,7 @@ class StepAudit:
         still = withheld(full, self.listing, source, in_progress=in_progress)
         if still is not full:
             # Of what is not the step any more nothing is asked, and nothing said to the steps beside it.
-            state = step_state(still, self.listing.modified(source))
+            state = replace(step_state(still, self.listing.modified(source)), cut_short=())
             catalog = still if catalog is full else replace(catalog, files=still.files, scalars=(), problems=())
             return Begun(source, level, still, catalog, state, NO_WEIGHTS)
         if in_progress:

@@ -25,7 +25,7 @@ def withheld(full: Catalog, listing: Listing, source: StepSource, *, in_progress
     others = listing.changed(source) if wrong else {}
     # A log that grows in the folder is no part of the checkpoint.
     changed = [name for name, gone in others.items() if gone or name in files]
-    if not changed or (in_progress and len(changed) < len(listing.files(source))):
+    if not changed or (in_progress and sum(others.values()) < len(listing.files(source))):
         return full
     for name in changed:
         files.setdefault(name, File(name))

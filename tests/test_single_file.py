@@ -89,9 +89,9 @@ def test_neighbours_are_not_read(tmp_path):
 def test_a_file_cut_short_is_a_finding(tmp_path, path, keep):
     cut = tmp_path / path.name
     cut.write_bytes(path.read_bytes()[:keep])
-    report, run = audited(cut)
-    assert [finding.id for finding in run.findings] == ["INT002"]
-    assert exit_code(report) is ExitCode.VIOLATED
+    for age, found, code in ((5.0, [], ExitCode.NOTHING), (5000.0, ["INT002"], ExitCode.VIOLATED)):
+        report = audit(store_of(cut), now=cut.stat().st_mtime + age)
+        assert ([finding.id for finding in report.runs[0].findings], exit_code(report)) == (found, code)
 
 
 def test_a_nan_in_it_is_found(tmp_path):

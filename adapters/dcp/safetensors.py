@@ -23,7 +23,7 @@ from auditor.adapters.hugging_face.tensors import model_order
 from auditor.adapters.step_file import Opened
 from auditor.containers.damage import DamagedError
 from auditor.containers.json_document import parse_json
-from auditor.containers.safetensors_file import Record, SafetensorsFile, WrongSizeError, read_safetensors
+from auditor.containers.safetensors_file import Record, SafetensorsFile, read_safetensors
 from auditor.model.catalog import Catalog, Problem, ProblemKind, Role
 from auditor.model.mesh import EVERYWHERE, Coordinate, Mesh
 from auditor.model.optimizer import Export
@@ -117,7 +117,7 @@ class ShardReading:
             return Opened[SafetensorsFile].unopened(self.folder, name)
 
         def salvage(error: DamagedError) -> SafetensorsFile | None:
-            return error.content if isinstance(error, WrongSizeError) else None
+            return error.content if isinstance(error.content, SafetensorsFile) else None
 
         return Opened[SafetensorsFile].open(self.store, self.folder, name, _read, salvage)
 

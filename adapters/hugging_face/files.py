@@ -26,7 +26,7 @@ from auditor.adapters.step_names import is_part
 from auditor.containers.damage import DamagedError
 from auditor.containers.json_document import read_json
 from auditor.containers.pickle_machine import Opaque
-from auditor.containers.safetensors_file import SafetensorsFile, WrongSizeError, read_safetensors
+from auditor.containers.safetensors_file import SafetensorsFile, read_safetensors
 from auditor.containers.torch_zip import StoredTensor, TorchFile, read_torch_file
 from auditor.model.dtype import DType
 from auditor.storage.store import Handle, Store
@@ -178,6 +178,6 @@ def open_weights(store: Store, folder: Folder, name: str, kind: Kind) -> Opened[
 
     def salvage(error: DamagedError) -> Weights | None:
         # Where only the data is cut, the header tells which tensors are lost.
-        return _of_safetensors(error.content) if isinstance(error, WrongSizeError) else None
+        return _of_safetensors(error.content) if isinstance(error.content, SafetensorsFile) else None
 
     return Opened.open(store, folder, name, read, salvage)

@@ -7,8 +7,16 @@ class DamagedError(Exception):
     """The file contradicts its own format: cut short, lying about sizes, not of the format at all.
 
     No :class:`~auditor.errors.AuditorError`: damage is a finding about the checkpoint, and whoever opens a container
-    must turn it into one.
+    must turn it into one. ``content``: what is told of the file all the same, where its beginning could be read.
     """
+
+    def __init__(self, message: str, content: object = None) -> None:
+        super().__init__(message)
+        self.content = content
+
+
+class CutShortError(DamagedError):
+    """The file is empty, or ends before what it says of itself does: its writer is at work, or was killed."""
 
 
 class LimitError(DamagedError):

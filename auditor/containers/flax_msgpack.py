@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from auditor.containers.damage import DamagedError, LimitError
+from auditor.containers.damage import CutShortError, DamagedError, LimitError
 from auditor.containers.state_array import Plain, StateArray, Stretch
 from auditor.model.dtype import APART
 from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
@@ -68,20 +68,13 @@ class FlaxFile:
                 yield path, None if isinstance(node, dict) else node
 
 
-class CutShortError(DamagedError):
-    """The file ends before its tree does. ``content`` is the tree up to there."""
-
-    def __init__(self, message: str, content: FlaxFile) -> None:
-        super().__init__(message)
-        self.content = content
-
-
 def read_flax(handle: Handle) -> FlaxFile:
     """Read the tree of a file.
 
     Raises:
-        CutShortError: the file ends early, or something follows the tree.
-        DamagedError: the file is no msgpack map, or contradicts itself.
+        CutShortError: the file ends early; ``content`` is the :class:`FlaxFile` up to there.
+        DamagedError: the file is no msgpack map, or contradicts itself; where something follows the tree, with
+            ``content``.
         LimitError: it asks for more than an honest one needs.
         StorageError: storage failed.
     """
@@ -89,7 +82,7 @@ def read_flax(handle: Handle) -> FlaxFile:
     tree: dict[str, Any] = {}
     content = FlaxFile(handle.entry, tree, walk.opaque)
     if not handle.entry.num_bytes:
-        raise DamagedError("the file is empty")
+        raise CutShortError("the file is empty")
     try:
         walk.root(tree)
     except _Cut as error:
@@ -98,7 +91,7 @@ def read_flax(handle: Handle) -> FlaxFile:
         raise CutShortError(f"the file ends before its listed size ({error})", content) from error
     left = handle.entry.num_bytes - walk.cursor.at
     if left:
-        raise CutShortError(f"{left} bytes follow its tree", content)
+        raise DamagedError(f"{left} bytes follow its tree", content)
     return content
 
 

@@ -11,7 +11,7 @@ from collections import Counter
 from itertools import accumulate
 from typing import Any
 
-from auditor.containers.damage import DamagedError, LimitError
+from auditor.containers.damage import CutShortError, DamagedError, LimitError
 from auditor.storage.store import Handle, ShortReadError, read_bytes
 
 MAX_JSON_BYTES = 64 << 20
@@ -63,13 +63,13 @@ def read_json(handle: Handle, *, unique_keys: bool = True) -> Any:
     """
     size = handle.entry.num_bytes
     if size == 0:
-        raise DamagedError("the file is empty")
+        raise CutShortError("the file is empty")
     if size > MAX_JSON_BYTES:
         raise LimitError(f"it has {size} bytes, at most {MAX_JSON_BYTES} are read")
     try:
         raw = read_bytes(handle, 0, size)
     except ShortReadError as error:
-        raise DamagedError(f"the file ends before its listed size ({error})") from error
+        raise CutShortError(f"the file ends before its listed size ({error})") from error
     return parse_json(raw, unique_keys=unique_keys)
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
+from auditor.containers.damage import CutShortError, DamagedError, LimitError, UnsupportedError
 from auditor.containers.encoded import DecodedHandle
 from auditor.containers.state_array import Plain, StateArray, Stretch
 from auditor.containers.zip_directory import CompressedError, Member, read_directory
@@ -110,7 +110,7 @@ def _array(handle: Handle, member: Member) -> StateArray | None:
         if start + length > len(head):
             head = read_bytes(handle, member.offset, start + length)
     except ShortReadError as error:
-        raise DamagedError(f"the file ends before its own records do ({error})") from error
+        raise CutShortError(f"the file ends before its own records do ({error})") from error
     except UndecodableError as error:
         raise DamagedError(f"{shown} does not decode: {error}") from error
     found = _HEADER.fullmatch(head[start : start + length])

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from auditor.containers.damage import DamagedError, LimitError
+from auditor.containers.damage import CutShortError, DamagedError, LimitError
 from auditor.containers.json_document import parse_json
 from auditor.model.dtype import DTYPES, DType
 from auditor.storage.store import Entry, Handle, ShortReadError, read_bytes
@@ -65,31 +65,24 @@ class SafetensorsFile:
     """By name, in the order in which they lie in the file."""
 
 
-class WrongSizeError(DamagedError):
-    """The header is whole, but the file is shorter or longer than it says. ``content`` is what the header says."""
-
-    def __init__(self, message: str, content: SafetensorsFile) -> None:
-        super().__init__(message)
-        self.content = content
-
-
 def read_safetensors(handle: Handle, max_header: int = MAX_HEADER_BYTES) -> SafetensorsFile:
     """Read the header of a file and hold it against the file's size. ``max_header``: bytes that are believed of it.
 
     Raises:
-        WrongSizeError: the header is whole, but the data is cut short or something follows it.
-        DamagedError: the file is no whole safetensors file, or its header contradicts itself.
+        CutShortError: the file ends before its header or its data does.
+        DamagedError: it is no safetensors file, its header contradicts itself, or something follows the data. Where
+            the header is whole and the file's size alone is wrong, ``content`` is the :class:`SafetensorsFile`.
         LimitError: the header asks for more than an honest one needs.
         StorageError: storage failed.
     """
     size = handle.entry.num_bytes
     if size == 0:
-        raise DamagedError("the file is empty")
+        raise CutShortError("the file is empty")
     try:
         length = _header_length(handle, size, max_header)
         raw = read_bytes(handle, _LENGTH.size, length)
     except ShortReadError as error:
-        raise DamagedError(f"the file ends before its header does ({error})") from error
+        raise CutShortError(f"the file ends before its header does ({error})") from error
     if not raw.startswith(b"{"):
         raise DamagedError("its header is no JSON dictionary: another kind of file, or its first bytes are lost")
     header: dict[str, Any] = parse_json(raw)
@@ -108,12 +101,11 @@ def _header_length(handle: Handle, size: int, limit: int) -> int:
     if head == _LFS_POINTER and size < 1024:
         raise DamagedError("it is a Git LFS pointer: the file itself was never downloaded")
     if size < _LENGTH.size:
-        raise DamagedError(f"it has {size} bytes, its header's length alone takes {_LENGTH.size}")
+        raise CutShortError(f"it has {size} bytes, its header's length alone takes {_LENGTH.size}")
     (length,) = _LENGTH.unpack(head)
     if length > size - _LENGTH.size:
-        raise DamagedError(
-            f"its header is said to have {length} bytes, the file has {size}: cut short, or no such file"
-        )
+        kind = CutShortError if length <= limit else DamagedError
+        raise kind(f"its header is said to have {length} bytes, the file has {size}: cut short, or no such file")
     if length > limit:
         raise LimitError(f"its header is said to have {length} bytes, at most {limit} are read")
     return int(length)
@@ -179,10 +171,10 @@ def _refuse_untiled(records: list[Record], data: int) -> None:
 def _refuse_wrong_size(content: SafetensorsFile, needed: int) -> None:
     size = content.entry.num_bytes
     if size > needed:
-        raise WrongSizeError(f"{size - needed} bytes follow its last tensor", content)
+        raise DamagedError(f"{size - needed} bytes follow its last tensor", content)
     if size < needed:
         wholly = sum(record.begin >= size and record.end > size for record in content.records.values())
         partly = sum(record.begin < size < record.end for record in content.records.values())
-        raise WrongSizeError(
+        raise CutShortError(
             f"it needs {needed} bytes, it has {size}: {wholly} tensors lie beyond its end, {partly} partly", content
         )

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
+from auditor.containers.damage import CutShortError, DamagedError, LimitError, UnsupportedError
 from auditor.containers.pickle_machine import Builder, Limits, PickleMachine
 from auditor.containers.zip_directory import Member
 from auditor.storage.store import Handle, ShortReadError, read_bytes
@@ -96,10 +96,10 @@ class Pickles:
             try:
                 (count,) = struct.unpack("<q", read_bytes(self.handle, at, 8))
             except ShortReadError as error:
-                raise DamagedError(f"the file ends before its storages do ({error})") from error
+                raise CutShortError(f"the file ends before its storages do ({error})") from error
             size = count * widths[key]
             if count < 0 or at + 8 + size > self.handle.entry.num_bytes:
-                raise DamagedError(f"a storage of {count} elements reaches beyond the end of the file")
+                raise CutShortError(f"a storage of {count} elements reaches beyond the end of the file")
             yield key, at + 8, size
             at += 8 + size
 

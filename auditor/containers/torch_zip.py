@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
+from auditor.containers.damage import CutShortError, DamagedError, LimitError, UnsupportedError
 from auditor.containers.elements import number_of
 from auditor.containers.pickle_machine import (
     LIMITS,
@@ -168,7 +168,7 @@ def read_torch_file(handle: Handle, budget: RecordBudget | None = None, limits: 
             raise LimitError(f"its pickle has {members[pickled].num_bytes} bytes, at most {limits.num_bytes} are read")
         data = read_bytes(handle, members[pickled].offset, members[pickled].num_bytes)
     except ShortReadError as error:
-        raise DamagedError(f"the file ends before its own records do ({error})") from error
+        raise CutShortError(f"the file ends before its own records do ({error})") from error
     tensors = _Tensors(root, members)
     plain = tensors.plain(data)
     if plain is not None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from auditor.containers.damage import DamagedError, LimitError
+from auditor.containers.damage import CutShortError, DamagedError, LimitError
 from auditor.storage.store import Handle, ShortReadError, read_bytes
 
 MAX_DIRECTORY_BYTES = 256 << 20
@@ -70,7 +70,7 @@ def read_directory(handle: Handle, *, deflated: bool = False) -> dict[str, Membe
     """
     size = handle.entry.num_bytes
     if size == 0:
-        raise DamagedError("the file is empty")
+        raise CutShortError("the file is empty")
     try:
         start, length, count = _locate(handle, size)
         if length > MAX_DIRECTORY_BYTES:
@@ -82,7 +82,7 @@ def read_directory(handle: Handle, *, deflated: bool = False) -> dict[str, Membe
                 raise DamagedError(f"two members are called {entry.name!r}")
             members[entry.name] = _with_offset(handle, entry, start)
     except ShortReadError as error:
-        raise DamagedError(f"the file ends before its own records do ({error})") from error
+        raise CutShortError(f"the file ends before its own records do ({error})") from error
     _refuse_overlap(members)
     return members
 
@@ -115,8 +115,9 @@ def _locate(handle: Handle, size: int) -> tuple[int, int, int]:
     at = tail.rfind(b"PK\x05\x06")
     if at < 0 or len(tail) - at < _END.size:
         head = read_bytes(handle, 0, min(4, size))
-        kind = "it begins as a zip file but" if head == b"PK\x03\x04" else "it does not begin as a zip file and"
-        raise DamagedError(f"{kind} has no end record: cut short, or another kind of file")
+        if b"PK\x03\x04".startswith(head):
+            raise CutShortError("it begins as a zip file but has no end record: cut short")
+        raise DamagedError("it does not begin as a zip file and has no end record: another kind of file")
     _, _, _, _, count, length, start, comment = _END.unpack_from(tail, at)
     end = size - tail_length + at
     if end + _END.size + comment != size:

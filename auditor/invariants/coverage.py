@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from auditor.invariants.invariant import Invariant
-from auditor.model.catalog import WITHHELD, Catalog, FileState, Problem, ProblemKind, Role, Tensor
+from auditor.model.catalog import LOST, WITHHELD, Catalog, Problem, ProblemKind, Role, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.region import Box, SweepTooLarge, coverage
 from auditor.model.run import StepEvidence
@@ -47,7 +47,7 @@ def _losing(catalog: Catalog, gone: NDArray[np.bool_]) -> set[tuple[int, int]]:
 
 def _lost_files(catalog: Catalog) -> NDArray[np.bool_]:
     """Which files are gone with their pieces."""
-    return np.array([file.state in (FileState.MISSING, FileState.DAMAGED) for file in catalog.files] or [False])
+    return np.array([file.state in LOST for file in catalog.files] or [False])
 
 
 def _judge(
@@ -142,7 +142,7 @@ def implied_tensors_are_stored(evidence: StepEvidence) -> Judgement:
 def _of_problems(catalog: Catalog, kind: ProblemKind) -> Iterator[Violation]:
     """Problems of one kind as violations; what a lost or left-over file explains is laid to the file."""
     places = {tensor.name: tensor for tensor in catalog.tensors}
-    explaining = {file.name for file in catalog.files if file.state in (FileState.MISSING, FileState.DAMAGED)}
+    explaining = {file.name for file in catalog.files if file.state in LOST}
     explaining |= {problem.file for problem in catalog.problems if problem.kind is ProblemKind.LEFTOVER}
     for problem in catalog.problems:
         if problem.kind is kind:

@@ -18,8 +18,8 @@ def base_name(path: str) -> str:
     return path.rsplit("/", 1)[-1]
 
 
-def _files_in_state(catalog: Catalog, state: FileState) -> Judgement:
-    bad = [file for file in catalog.files if file.state is state]
+def _files_in_state(catalog: Catalog, *states: FileState) -> Judgement:
+    bad = [file for file in catalog.files if file.state in states]
     unreadable = tuple(catalog.within(file.name) for file in catalog.files if file.state in WITHHELD)
     violations = tuple(
         Violation(
@@ -41,7 +41,7 @@ def rank_files_are_there(evidence: StepEvidence) -> Judgement:
 
 def files_are_whole(evidence: StepEvidence) -> Judgement:
     """Every file's structure fits its size."""
-    judged = _files_in_state(evidence.catalog, FileState.DAMAGED)
+    judged = _files_in_state(evidence.catalog, FileState.CUT_SHORT, FileState.DAMAGED)
     missing = sum(file.state is FileState.MISSING for file in evidence.catalog.files)
     not_applicable = {"the file is missing": missing} if missing else {}
     return Judgement(judged.num_holds - missing, judged.violations, judged.undetermined, not_applicable)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from auditor.invariants.invariant import Invariant
-from auditor.model.catalog import WITHHELD, FileState, ProblemKind, Role, Tensor
+from auditor.model.catalog import LOST, WITHHELD, FileState, ProblemKind, Role, Tensor
 from auditor.model.finding import Judgement, Location, Severity, Violation
 from auditor.model.run import StepEvidence
 
 
 def _judge(evidence: StepEvidence, *kinds: ProblemKind) -> Judgement:
     catalog = evidence.catalog
-    lost = frozenset(file.name for file in catalog.files if file.state in (FileState.MISSING, FileState.DAMAGED))
+    lost = frozenset(file.name for file in catalog.files if file.state in LOST)
     withheld = any(file.state in WITHHELD for file in catalog.files)
     undetermined = []
     # Of a parameter and its moments, which share a name, the parameter.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from auditor.invariants.invariant import Invariant, Needs
 from auditor.invariants.replica_witness import InMemory, in_memory
-from auditor.model.catalog import WITHHELD, Catalog, FileState, Role, Tensor
+from auditor.model.catalog import LOST, WITHHELD, Catalog, Role, Tensor
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.mesh import Coordinate
 from auditor.model.observation import Difference, DifferenceClass, ReplicaGroup, distance, replica_groups
@@ -68,7 +68,7 @@ def replicated(catalog: Catalog) -> list[int]:
 def _why_incomplete(evidence: StepEvidence, group: ReplicaGroup) -> str:
     catalog = evidence.catalog
     states = {catalog.file_of(row).state for row in catalog.rows_by_tensor.get(group.tensor, [])}
-    if FileState.MISSING in states or FileState.DAMAGED in states:
+    if states & LOST:
         return "a replica is lost with its file"
     if states & WITHHELD or evidence.observations.failures:
         return "storage did not give a replica's bytes"

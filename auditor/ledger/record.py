@@ -312,8 +312,8 @@ def _catalog_digest(catalog: Catalog) -> str:
 
 _PATHS = frozenset({
     ("Location", "file"), ("Location", "reference_file"), ("Violation", "explained_by"), ("StepState", "missing"),
-    ("StepState", "optimizer_files"), ("Scalar", "file"), ("Change", "changed"), ("Change", "rewritten"),
-    ("Change", "lost"),
+    ("StepState", "cut_short"), ("StepState", "optimizer_files"), ("Scalar", "file"), ("Change", "changed"),
+    ("Change", "rewritten"), ("Change", "lost"),
 })  # fmt: skip
 """Fields of records that hold paths below the root that was opened."""
 _ABOVE, _ITSELF = "../", "."

@@ -69,11 +69,15 @@ class FileState(enum.Enum):
 
     PRESENT = "present"
     MISSING = "missing"
+    CUT_SHORT = "cut short"
+    """It ends too early, and nothing else is wrong with it: its writer may still be at work."""
     DAMAGED = "damaged"
     UNREADABLE = "unreadable"
     CHANGED = "changed while it was read"
 
 
+LOST = frozenset({FileState.MISSING, FileState.CUT_SHORT, FileState.DAMAGED})
+"""States in which what a file held is not to be had from this checkpoint."""
 WITHHELD = frozenset({FileState.UNREADABLE, FileState.CHANGED})
 """States that say nothing about the checkpoint, only that the auditor could not do its work."""
 

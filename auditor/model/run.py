@@ -61,6 +61,8 @@ class StepState:
     whole: bool
     """Whether every file that the recorded mesh implies is there."""
     missing: tuple[str, ...] = ()
+    cut_short: tuple[str, ...] = ()
+    """Files that ended too early, or changed, when they were read, where no other is damaged."""
     unfinished: str = ""
     """What says that its writer did not finish it, in formats that mark this; empty where nothing does."""
     finished: bool = False
@@ -155,8 +157,8 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
     missing = tuple(file.name for file in catalog.files if file.state is FileState.MISSING)
     skipped = num_skipped(catalog)
     return StepState(
-        catalog.step, catalog.path, catalog.format, not missing, missing, catalog.unfinished, catalog.finished,
-        modified,
+        catalog.step, catalog.path, catalog.format, not missing, missing, _cut_short(catalog), catalog.unfinished,
+        catalog.finished, modified,
         optimizer_step=optimizer_step(catalog), counters=_digest_of_counters(catalog), moved=catalog.step > skipped,
         num_skipped=skipped,
         loss_scale=max((scalar.value for scalar in catalog.scalars if scalar.name == "loss_scale"), default=None),
@@ -165,6 +167,12 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
         drawn=_digest_of_drawn(catalog),
         sizes=_digest(sorted(_sizes(catalog))),
     )  # fmt: skip
+
+
+def _cut_short(catalog: Catalog) -> tuple[str, ...]:
+    if any(file.state is FileState.DAMAGED for file in catalog.files):
+        return ()
+    return tuple(file.name for file in catalog.files if file.state in (FileState.CUT_SHORT, FileState.CHANGED))
 
 
 def _sizes(catalog: Catalog) -> Iterable[tuple[str, int]]:
@@ -297,8 +305,8 @@ def decide_commits(
 
     Where the format marks a step as finished or unfinished, that decides. Else it is when the pointer or a later
     committed step says so, or when all files are there that its recorded mesh implies. The newest step, if not
-    committed and younger than ``settle_seconds``, is in progress; also where ranks are only counted and it has files
-    of fewer than the step before: the others may be on their way.
+    committed and younger than ``settle_seconds``, is in progress; also where nothing but the end of files lacks, and
+    where ranks are only counted and it has files of fewer than the step before: the rest may be on its way.
     ``newest_included``: whether the last of ``steps`` is the newest that was saved; a later one commits them all.
     """
     pointed = {pointer.target for pointer in pointers}
@@ -306,7 +314,8 @@ def decide_commits(
     later_committed = not newest_included
     for position, state in enumerate(reversed(steps)):
         young = position == 0 and -MAX_AHEAD_SECONDS < now - state.modified < settle_seconds
-        growing = young and state.ranks_counted and _has_fewer(state, steps[-2:])
+        fewer = state.ranks_counted and _has_fewer(state, steps[-2:])
+        growing = young and (fewer or bool(state.cut_short))
         done = state.finished or later_committed or (state.whole and not growing) or state.path in pointed
         if done and not state.unfinished:
             commit, later_committed = Commit.COMMITTED, True

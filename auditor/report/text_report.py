@@ -304,13 +304,20 @@ def _trouble(run: RunReport) -> Iterator[str]:
         yield f"  [yellow]changed while it was read[/] {safe(path)}: it was listed, and gone before it was looked into"
     for step in run.steps:
         if step.state.commit is Commit.IN_PROGRESS:
-            yield f"  step {step.state.step} is being written; not audited"
+            yield f"  step {step.state.step} is being written; not audited{_early_ends(step)}"
         for failure in step.failures:
             yield f"  [yellow]not readable[/] {safe(failure)}"
         for name in step.changed[:MAX_TENSORS]:
             yield f"  [yellow]changed while it was read[/] {safe(name)}"
         if len(step.changed) > MAX_TENSORS:
             yield f"    … and {len(step.changed) - MAX_TENSORS} more of step {step.state.step}"
+
+
+def _early_ends(step: StepReport) -> str:
+    """Which of its files are cut short so far: one that was copied so a minute ago looks the same."""
+    names = step.state.cut_short
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f": {safe(names[0])}{more} is cut short so far; damage if it stays so (--settle)" if names else ""
 
 
 def _coverage(run: RunReport, verbose: bool) -> Iterator[str]:

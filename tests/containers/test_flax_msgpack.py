@@ -4,8 +4,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from auditor.containers.damage import DamagedError, LimitError
-from auditor.containers.flax_msgpack import CutShortError, read_flax
+from auditor.containers.damage import CutShortError, DamagedError, LimitError
+from auditor.containers.flax_msgpack import read_flax
 from auditor.containers.state_array import Plain, StateArray
 from auditor.storage.memory import MemoryStore
 from auditor.testing.recording import RecordingStore

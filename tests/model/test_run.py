@@ -79,6 +79,18 @@ def test_a_pointer_elsewhere_commits_nothing():
     assert commits([state(1, whole=False)], "global_step9", "") == [Commit.UNCOMMITTED]
 
 
+@pytest.mark.parametrize(("age", "pointed", "finished", "expected"), [
+    (1.0, False, False, Commit.IN_PROGRESS), (-300.0, False, False, Commit.IN_PROGRESS),
+    (SETTLE, False, False, Commit.COMMITTED), (1.0, True, False, Commit.COMMITTED),
+    (1.0, False, True, Commit.COMMITTED),
+])  # fmt: skip
+def test_a_young_step_of_which_only_ends_lack_is_in_progress_unless_something_says_that_it_is_done(
+    age, pointed, finished, expected
+):  # fmt: skip
+    states = [state(1, whole=True), replace(state(2, whole=True, age=age), cut_short=("x",), finished=finished)]
+    assert commits(states, *(["global_step2"] if pointed else []))[1] is expected
+
+
 def test_only_the_newest_step_can_be_in_progress():
     states = [state(1, whole=False, age=1.0), state(2, whole=False, age=1.0)]
     assert commits(states) == [Commit.UNCOMMITTED, Commit.IN_PROGRESS]
@@ -98,4 +110,6 @@ def test_the_state_of_a_step_names_what_is_missing_and_only_that():
         builder.file(File(f"s/{number}.pt", state=condition))
     found = step_state(builder.build(5, "s", "made-up", NO_MESH, {}, ()), 12.5)
     assert found.missing == ("s/1.pt",)
+    # Where one is damaged otherwise, time will not mend the step.
+    assert found.cut_short == ()
     assert (found.step, found.path, found.whole, found.modified) == (5, "s", False, 12.5)
