@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from auditor.adapters.adapter import Folder
+from auditor.adapters.adapter import Folder, Match
 from auditor.adapters.step_names import StepName, is_likely, is_part, step_name
 from auditor.storage.store import Entry, Store, base_name
 
@@ -52,6 +52,21 @@ def are_of_module(names: Iterable[str]) -> bool:
     Data sets and caches are dictionaries of tensors, too, but hardly any is called a weight.
     """
     return any(map(_OF_MODULE.fullmatch, names))
+
+
+def matched(number: StepName | None, recorded: int | None, reason: str, *, unread: bool) -> Match:
+    """The step as recorded, else as the name has it; without either it is apart from all others.
+
+    ``unread``: whether nothing could be read of what would record it.
+    """
+    told = number.number if number else None
+    if recorded is None and told is None:
+        return Match(0, f"{reason}; nothing tells a step", unread=unread, apart=True)
+    if recorded is None:
+        assert told is not None
+        return Match(told, f"{reason}; its step is the number in its name", numbered=told, unread=unread)
+    by_name = None if number is None or number.of_epoch else told
+    return Match(recorded, f"{reason}; it records step {recorded}", numbered=by_name)
 
 
 def step_of_file(store: Store, folder: Folder) -> StepName | None:

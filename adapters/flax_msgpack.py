@@ -1,6 +1,6 @@
 """Flax's msgpack checkpoints: one file a step, as ``flax.serialization.to_bytes`` and ``save_checkpoint`` write it.
 
-    checkpoint_<step>      by flax.training.checkpoints.save_checkpoint (before it used Orbax)
+    checkpoint_<step>      by flax.training.checkpoints.save_checkpoint (before it used Orbax); any number: 0.4, too
     <anything>.msgpack     by people, and by Hugging Face (flax_model.msgpack)
 
 Source: google/flax ``flax/training/checkpoints.py``.
@@ -23,7 +23,7 @@ class FlaxMsgpack(StateFiles):
     looks_for = "files checkpoint_<step> or *.msgpack, each a msgpack map with arrays as flax.serialization writes them"
     what = "msgpack map with arrays"
     suffixes = (".msgpack", ".flax")
-    own_names = re.compile(r"checkpoint_\d{1,15}", re.A)
+    own_names = re.compile(r"checkpoint_\d{1,15}(?:\.\d{1,15})?", re.A)
 
     def read_file(self, handle: Handle) -> StateFile:
         """One file without its weights."""

@@ -13,13 +13,13 @@ from typing import Protocol
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.catalog_builder import CatalogBuilder
-from auditor.adapters.file_steps import MAX_BESIDE
+from auditor.adapters.file_steps import MAX_BESIDE, matched
 from auditor.adapters.jax_state import StatePlacing, Stored, stored
 from auditor.adapters.optax.paths import Path
 from auditor.adapters.optax.stacks import unstacked
 from auditor.adapters.optax.tree import OptaxTree
 from auditor.adapters.step_file import Opened
-from auditor.adapters.step_names import is_likely, is_part, step_name
+from auditor.adapters.step_names import StepName, is_likely, is_part, stem, step_name
 from auditor.containers.damage import DamagedError
 from auditor.containers.state_array import Plain, StateArray
 from auditor.model.catalog import Catalog
@@ -27,7 +27,6 @@ from auditor.model.encoding import Encoding
 from auditor.model.mesh import NO_MESH
 from auditor.storage.store import Entry, Handle, StorageError, Store, base_name, join, read_bytes
 
-_STEM = re.compile(r"(?P<stem>.{0,200}?)(?P<number>\d{1,15})?", re.A | re.S)
 _MAX_SNIFFED = 4
 """Files of one series that are looked into until one is found to be of the format."""
 _HEAD = 8
@@ -80,30 +79,34 @@ class StateFiles:
         raise NotImplementedError
 
     def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Entry]]:
-        """Files that are steps by themselves: those whose names differ in a number alone, then each without one."""
+        """Files that are steps by themselves: those whose names differ in a number alone, then each without one.
+
+        What numbers parts of one save is each by itself, too: nothing tells how they belong together.
+        """
         series = self._series(store, folder)
         yield from series.values()
-        stems = tuple(stem for stem, suffix in series if stem and not suffix)
+        heads = tuple(head for name in series if name.endswith("#") and (head := name.partition("#")[0]))
         alone = [
-            folder.files[name]
-            for name in folder.files
-            if not (parts := self._parts(name))["number"] and (parts["suffix"] or name.startswith(stems or ("\0",)))
+            entry
+            for name, entry in folder.files.items()
+            if step_name(name) is None and (name.endswith(self.suffixes) or name.startswith(heads or ("\0",)))
         ]
-        for entry in alone if series and len(alone) <= MAX_BESIDE else ():
+        several = bool(series) or any(is_part(base_name(entry.name)) for entry in alone)
+        for entry in alone if several and len(alone) <= MAX_BESIDE else ():
             if not entry.name.endswith(_UNFINISHED) and self._may_begin(store, entry):
                 yield [entry]
 
-    def _series(self, store: Store, folder: Folder) -> dict[tuple[str, str], list[Entry]]:
-        """Files with a number, by stem and suffix."""
-        series: dict[tuple[str, str], list[Entry]] = {}
+    def _series(self, store: Store, folder: Folder) -> dict[str, list[Entry]]:
+        """Files whose names tell that they are of a series, by its name."""
+        series: dict[str, list[Entry]] = {}
         for name, entry in folder.files.items():
-            parts = self._parts(name)
-            if parts["number"]:
-                series.setdefault((parts["stem"], parts["suffix"]), []).append(entry)
+            found = step_name(name)
+            if found and (found.series.endswith(self.suffixes) or found.series.endswith("#")):
+                series.setdefault(found.series, []).append(entry)
         return {
-            (stem, suffix): entries
-            for (stem, suffix), entries in series.items()
-            if suffix or any(self._may_begin(store, entry) for entry in entries[:_MAX_SNIFFED])
+            name: entries
+            for name, entries in series.items()
+            if name.endswith(self.suffixes) or any(self._may_begin(store, entry) for entry in entries[:_MAX_SNIFFED])
         }
 
     def _holds_steps(self, store: Store, folder: Folder) -> bool:
@@ -117,7 +120,6 @@ class StateFiles:
             isinstance(self.recognise(store, Folder.of_file(entry)), Match)
             for entries in self._series(store, folder).values()
             for entry in entries[:_MAX_SNIFFED]
-            if not is_part(base_name(entry.name).removesuffix(self.suffixes[0]))
         )
 
     def recognise(self, store: Store, folder: Folder) -> Match | Declined:
@@ -141,20 +143,16 @@ class StateFiles:
         placing = self._placing(store, folder, opened)[0]
         if held and folder.path and not self.is_state(placing.tree):
             return Declined(f"{called[0]} holds arrays, but nothing tells that they are a model's", 0.3)
-        if not held and folder.alone and folder.path and not (self._parts(called[0])["number"] or is_likely(called[0])):
+        if not held and folder.alone and folder.path and not (step_name(called[0]) or is_likely(called[0])):
             return Declined(f"{called[0]} {opened[0].detail}, and nothing tells that it was a checkpoint", 0.3)
-        number = self._parts(called[0])["number"] if folder.alone else ""
-        if number or (number := self._number_of(store, folder)):
-            told = int(number) if folder.alone else None
-            return Match(int(number), f"{reason}; its step is the number in its name", numbered=told)
-        step = placing.recorded_step()
-        says = "nothing tells a step" if step is None else f"it records step {step}"
-        return Match(step or 0, f"{reason}; {says}", apart=step is None and not folder.alone)
+        number = step_name(called[0]) if folder.alone else self._number_of(store, folder)
+        # A count of 0 is what states hold that nobody counts in.
+        step = placing.recorded_step() or None
+        return matched(number, step, reason, unread=any(one.lost for one in opened))
 
-    def _number_of(self, store: Store, folder: Folder) -> str:
-        """The number in a folder's name. That of the root may be the name of a run (``try3``)."""
-        name = folder_name(store, folder)
-        return self._parts(name)["number"] if folder.path or step_name(name, strict=True) else ""
+    def _number_of(self, store: Store, folder: Folder) -> StepName | None:
+        """The step in a folder's name. The number of the root may be in the name of a run (``try_3``)."""
+        return step_name(folder_name(store, folder), strict=not folder.path)
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """None: the newest number counts."""
@@ -182,7 +180,7 @@ class StateFiles:
             number = builder.file(one.as_file(folder.path, self.name, opaque=one.content.opaque if one.content else {}))
             if one.content and one.content.encoding is not None:
                 builder.encode(number, one.content.encoding)
-            prefix = (self._parts(one.name)["stem"],) if len(opened) > 1 else ()
+            prefix = (stem(one.name),) if len(opened) > 1 else ()
             own, odd = stored(join(folder.path, one.name), prefix, one.content.leaves() if one.content else ())
             leaves += own
             unknown.update(odd)
@@ -196,18 +194,11 @@ class StateFiles:
         """The files of a folder that make up one step: those without a number, or the one file that was named."""
         if folder.alone:
             return list(folder.files)
-        return [name for name in folder.files if (parts := self._parts(name))["suffix"] and not parts["number"]]
+        return [name for name in folder.files if name.endswith(self.suffixes) and not _is_numbered(name)]
 
     def _named(self, name: str) -> bool:
         """Whether a file is called as only such files are."""
-        return bool(self._parts(name)["suffix"] or self.own_names.fullmatch(name))
-
-    def _parts(self, name: str) -> Mapping[str, str]:
-        """A name's stem, number and suffix, as far as it has them."""
-        suffix = next((suffix for suffix in self.suffixes if name.endswith(suffix)), "")
-        found = _STEM.fullmatch(name.removesuffix(suffix))
-        stem, number = (found["stem"], found["number"] or "") if found else (name, "")
-        return {"stem": stem, "number": number, "suffix": suffix}
+        return name.endswith(self.suffixes) or self.own_names.fullmatch(name) is not None
 
     def _may_begin(self, store: Store, entry: Entry) -> bool:
         """Whether a file begins as such files do, or can't be looked into."""
@@ -216,3 +207,8 @@ class StateFiles:
                 return self.begins(read_bytes(handle, 0, min(_HEAD, entry.num_bytes)))
         except StorageError:
             return True
+
+
+def _is_numbered(name: str) -> bool:
+    """Whether a file is one of several saves, or of several parts."""
+    return step_name(name) is not None or is_part(name)

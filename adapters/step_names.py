@@ -1,8 +1,8 @@
-"""Names in which a script put a step: ``model_10.pt``, ``epoch=1-step=100.ckpt``, a folder ``step_10``.
+"""Names in which somebody put a step: ``model_10.pt``, ``epoch=1-step=100.ckpt``, a folder ``step_10``.
 
 No library writes these names, so they are read as a person would: a number behind a word for steps counts steps; else
 one behind a word for epochs counts epochs; else the last one that stands by itself counts saves. Names that number
-parts of one save (ranks, layers, ``-00001-of-00003``) tell no step.
+parts of one save (ranks, layers, ``-00001-of-00003``) tell no step, nor do those of formats and versions (``zarr3``).
 Source of Lightning's form: ``lightning/pytorch/callbacks/model_checkpoint.py`` (``{epoch}-{step}``, ``name=value``).
 """
 
@@ -14,7 +14,9 @@ from dataclasses import dataclass
 
 TORCH_SUFFIXES = (".pth.tar", ".pt.tar", ".pt", ".pth", ".ckpt", ".chkpt", ".bin", ".th")
 """How files of ``torch.save`` are called."""
-SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
+STATE_SUFFIXES = (".msgpack", ".flax", ".npz")
+"""How files of JAX's states are called."""
+SUFFIXES = (*TORCH_SUFFIXES, ".safetensors", *STATE_SUFFIXES)
 
 FOREIGN = re.compile(
     r".*_(?:model|optim)_states\.pt|model_optim_rng\.pt|distrib_optim\.pt|(?:common|fp32|exp_avg|exp_avg_sq)\.pt"
@@ -36,6 +38,12 @@ _PARTS = frozenset({
 })  # fmt: skip
 _IDENTITIES = frozenset({"v", "version", "seed", "fold", "run", "exp", "split", "member", "client", "trial", "lr"})
 """What these number are runs: they never count saves."""
+_FORMATS = frozenset(
+    {"zarr", "orbax", "ocdbt", "npz", "bf", "fp", "float", "bfloat", "int", "uint", "mp", "gpt", "llama"}
+)
+"""What digits behind these, without a gap, tell is a format, a dtype or a model."""
+_METRICS = frozenset({"checkpoint", "ckpt"}) | _STEPS | _EPOCHS
+"""Behind these Flax's ``save_checkpoint`` puts any number (``checkpoint_0.4``)."""
 _LIKELY = re.compile(r"(?:^|[^a-z])(?:model|ckpt|checkpoint|chkpt|weights|snapshot|best|last|latest|final)(?:[^a-z]|$)")
 
 
@@ -45,7 +53,8 @@ class StepName:
 
     series: str
     """The name without what changes from save to save: equal for the saves of one run."""
-    number: int
+    number: int | None
+    """None where names of a series differ in a number that counts nothing (``checkpoint_0.4``)."""
     of_epoch: bool = False
     """Whether it counts epochs."""
 
@@ -77,6 +86,8 @@ def step_name(name: str, *, strict: bool = False) -> StepName | None:
     (StepName(series='gpt2_#.pt', number=5, of_epoch=False), None, None)
     >>> step_name("step_10", strict=True).number, step_name("exp_10", strict=True), step_name("10", strict=True).number
     (10, None, 10)
+    >>> step_name("checkpoint_0.4"), step_name("checkpoint_4.0").number
+    (StepName(series='checkpoint_#', number=None, of_epoch=False), 4)
     """
     body = stem(name)
     found = list(_NUMBER.finditer(body))
@@ -85,6 +96,10 @@ def step_name(name: str, *, strict: bool = False) -> StepName | None:
         return None
     whole = [at for at, item in enumerate(found) if len(item["number"]) < 16 and "." not in item["number"]]
     at, of_epoch = _counting(found, words, whole, strict=strict)
+    number = int(found[at]["number"]) if at >= 0 else None
+    if at < 0 and found and not strict and words[-1] in _METRICS and found[-1].end() == len(body):
+        at, (integer, _, rest) = len(found) - 1, found[-1]["number"].partition(".")
+        number = int(integer) if len(integer) < 16 and not rest.strip("0") else None
     if at < 0:
         return None
     changing = {at} | {
@@ -94,7 +109,20 @@ def step_name(name: str, *, strict: bool = False) -> StepName | None:
     series = body
     for n in sorted(changing, reverse=True):
         series = f"{series[: found[n].start('number')]}#{series[found[n].end() :]}"
-    return StepName(series + name[len(body) :], int(found[at]["number"]), of_epoch)
+    return StepName(series + name[len(body) :], number, of_epoch)
+
+
+def last_number(name: str) -> int | None:
+    """The number at the end of a folder's name, whatever word it follows: for libraries that put steps there.
+
+    >>> last_number("sweep_10"), last_number("run10"), last_number("arrays_zarr3"), last_number("10.bak")
+    (10, 10, None, None)
+    """
+    found = [item for item in _NUMBER.finditer(name) if item.end() == len(name) and len(item["number"]) < 16]
+    if not found or "." in found[0]["number"]:
+        return None
+    of_format = found[0]["word"].lower() in _FORMATS | {"v"} and not found[0]["gap"]
+    return None if of_format else int(found[0]["number"])
 
 
 def _counting(

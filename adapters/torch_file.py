@@ -19,11 +19,10 @@ Source: the pattern is that of scripts; Lightning ``pytorch/callbacks/model_chec
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
-from auditor.adapters.file_steps import MAX_BESIDE, series_of_models, step_of_file
+from auditor.adapters.file_steps import MAX_BESIDE, matched, series_of_models, step_of_file
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.step_names import FOREIGN, TORCH_SUFFIXES, StepName, is_likely, is_part, step_name
 from auditor.adapters.torch_per_rank.catalog import PerRankReading
@@ -111,13 +110,4 @@ def _holds_model(store: Store, folder: Folder) -> bool | None:
 
 
 def _matched(file: StepFile, number: StepName | None, reason: str) -> Match:
-    """The step as recorded, else as the name has it."""
-    step = recorded(file, *STEPS)
-    if number is None:
-        told = "nothing tells a step" if step is None else f"it records step {step}"
-        return Match(step or 0, f"{reason}; {told}")
-    if step is None:
-        told = f"{reason}; its step is the number in its name"
-        return Match(number.number, told, numbered=number.number, unread=file.content is None)
-    match = Match(step, f"{reason}; it records step {step}")
-    return match if number.of_epoch else replace(match, numbered=number.number)
+    return matched(number, recorded(file, *STEPS), reason, unread=file.content is None)

@@ -15,7 +15,7 @@ from auditor.containers.zarr_names import escape
 from auditor.empty_step import empty_step
 from auditor.errors import NothingToAuditError, UsageError
 from auditor.file_series import checkpoint_in, file_runs
-from auditor.sources import Nearest, RunSource, StepSource, asked_for, numbered, pattern_of
+from auditor.sources import Nearest, RunSource, StepSource, asked_for, numbered, pattern_of, set_apart
 from auditor.storage.store import Entry, ObjectMissingError, StorageError, Store, base_name, join
 from auditor.storage.union import UnionStore
 from auditor.view.tree import StepNode
@@ -92,7 +92,7 @@ class _Search:
         else:
             self.nearest.consider(folder.path, verdict)
             self.look_into(folder, above, run, others)
-        series = [] if isinstance(verdict, tuple) else [*self.series(folder, run), *_set_apart(run)]
+        series = [] if isinstance(verdict, tuple) else [*self.series(folder, run), *set_apart(run)]
         if run.steps:
             yield _as_run(self.store, folder, run, others)
         yield from series
@@ -163,15 +163,6 @@ class _Search:
             inside = [run for run in runs if not run.path or f"{path}/".startswith(f"{run.path}/")]
             nearest = max(inside, key=lambda run: len(run.path), default=runs[0])
             nearest.unrecognised[path] = f"no format recognises its files, {name} for example{more}"
-
-
-def _set_apart(run: RunSource) -> list[RunSource]:
-    """Take steps of which nobody knows when they were saved out of a run, if it has others."""
-    apart = [one for one in run.steps if one.match.apart]
-    if len(apart) == len(run.steps):
-        return []
-    run.steps = [one for one in run.steps if not one.match.apart]
-    return [RunSource(one.folder.path, [one], beside=True) for one in apart]
 
 
 def _recognised(store: Store, folder: Folder) -> tuple[Folder, tuple[Adapter, Match] | dict[str, Declined], list[str]]:

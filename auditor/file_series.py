@@ -9,7 +9,7 @@ from auditor.adapters.adapter import Adapter, Declined, FileStepsAdapter, Folder
 from auditor.adapters.registry import adapters
 from auditor.adapters.step_names import FOREIGN, TORCH_SUFFIXES, is_likely, is_part
 from auditor.containers.ahead import several
-from auditor.sources import Nearest, RunSource, StepSource, numbered, of_one_moment, pattern_of
+from auditor.sources import Nearest, RunSource, StepSource, numbered, of_one_moment, pattern_of, set_apart
 from auditor.storage.store import Entry, StorageError, Store, read_bytes
 
 
@@ -58,8 +58,11 @@ def _runs(
     if of_one_moment(run.steps):
         yield from (RunSource(step.folder.path, [step], unrecognised=run.unrecognised) for step in run.steps)
     elif run.steps:
-        run.steps = numbered(run.steps)
-        yield run
+        # Of some nothing may tell the step although they are of a series (checkpoint_0.4).
+        others = set_apart(run)
+        for one in [run, *others] if run.steps else others:
+            one.steps = numbered(one.steps)
+            yield one
 
 
 def _look(store: Store, adapter: Adapter, entry: Entry) -> Match | Declined | StorageError:

@@ -113,6 +113,8 @@ class RunReport:
     beside: dict[str, Judgement] = field(default_factory=dict)
     """Judgements that are about no step, but about the configuration."""
     seconds: float = 0.0
+    order: str = ""
+    """By what its steps are ordered, where no framework did that."""
     nested: bool = False
     """Whether it lies in another run's folder, so that it isn't the one that is asked for by that."""
 

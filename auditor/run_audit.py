@@ -52,6 +52,7 @@ class RunAudit:
             vanished=source.vanished,
             chosen=self.of_step.chosen,
             nested=source.beside,
+            order=source.order,
         )
         sources = self.chosen_steps(source)
         pointers = tuple(PointerState(pointer.file, pointer.target) for pointer in source.pointers)

@@ -41,6 +41,13 @@ class RunSource:
     """Whether it lies in another run's folder (``last.ckpt`` beside the steps, a folder ``best``): it is audited, and
     is not what is meant where one run is asked for."""
 
+    @property
+    def order(self) -> str:
+        """By what its steps are ordered, where the framework neither recorded it nor named them so."""
+        if all(map(is_unordered, self.steps)):
+            return "nothing tells its step: it is compared with no other"
+        return "by the numbers in their names" if any(one.match.apart for one in self.steps) else ""
+
 
 @dataclass(slots=True)
 class Nearest:
@@ -87,7 +94,7 @@ def numbered(steps: Sequence[StepSource]) -> list[StepSource]:
 
 def _number_in(source: StepSource) -> int:
     found = step_name(base_name(source.folder.path))
-    return found.number if found else -1
+    return -1 if found is None or found.number is None else found.number
 
 
 def _placed(source: StepSource, others: Sequence[tuple[int, int]]) -> StepSource:
@@ -103,6 +110,28 @@ def _placed(source: StepSource, others: Sequence[tuple[int, int]]) -> StepSource
     step = max(others[behind - 1][1] + 1 if behind else 0, round(low + rate * (number - first)))
     reason = f"{source.match.reason}, by the saves beside it about step {step}"
     return replace(source, match=replace(source.match, step=step, reason=reason))
+
+
+def is_unordered(source: StepSource) -> bool:
+    """Whether nothing tells of a save when it was made (a folder ``best``)."""
+    told = step_name(base_name(source.folder.path), strict=True)
+    return source.match.apart and (told is None or told.number is None)
+
+
+def set_apart(run: RunSource) -> list[RunSource]:
+    """Take the saves out of a run of which nobody knows for certain where among the others they belong.
+
+    Where there are no others, numbers in names (``epoch_1``) order them.
+    """
+    kept = [one for one in run.steps if not one.match.apart]
+    if not kept:
+        kept = [one for one in run.steps if not is_unordered(one)]
+        kept = kept if len({one.match.step for one in kept}) == len(kept) else []
+    if not kept and len(run.steps) == 1:
+        return []
+    others = [one for one in run.steps if one not in kept]
+    run.steps = kept
+    return [RunSource(one.folder.path, [one], beside=bool(kept)) for one in others]
 
 
 def of_one_moment(steps: Sequence[StepSource]) -> bool:

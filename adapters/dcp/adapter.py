@@ -49,7 +49,8 @@ class TorchDcp:
             return Declined("it is a part of the checkpoint in the folder above it", 0.3)
         step, reason, named = self._step(store, folder, parts)
         if not parts:
-            return Match(step, f"{len(shards)} files shard-<rank>-model-….safetensors; {reason}", named)
+            held = f"{len(shards)} files shard-<rank>-model-….safetensors"
+            return Match(step, f"{held}; {reason}", named, apart=reason in _APART)
         num_files = sum(len(part.data) for part in parts)
         index = ", ".join(part.metadata[0] for part in parts)
         return Match(
@@ -71,7 +72,8 @@ class TorchDcp:
             return step, f"step {step} was saved with it", None
         if number is not None:
             return number, "its step is the folder's number", None
-        if within := step_name(folder_name(store, folder), strict=True):
+        within = step_name(folder_name(store, folder), strict=True)
+        if within and within.number is not None:
             return within.number, _WITHIN, None
         return 0, _NOTHING, None
 

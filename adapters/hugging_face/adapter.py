@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
-from auditor.adapters.file_steps import are_of_module, series_of_models, step_of_file
+from auditor.adapters.file_steps import are_of_module, matched, series_of_models, step_of_file
 from auditor.adapters.hugging_face.catalog import HuggingFaceReading
 from auditor.adapters.hugging_face.components import components_in
 from auditor.adapters.hugging_face.files import ADAPTER_KINDS, MODEL_KINDS, kind_of_only, open_json, open_weights
@@ -42,11 +43,11 @@ class HuggingFace:
         foreign = _foreign(store, folder)
         if foreign:
             return Declined(foreign, 0.4)
-        found = (find_set(store, folder, kind) for kind in (*MODEL_KINDS, *ADAPTER_KINDS))
-        weights = next(filter(None, found), None)
+        sets = (find_set(store, folder, kind) for kind in (*MODEL_KINDS, *ADAPTER_KINDS))
+        weights = next(filter(None, sets), None)
         if weights is None and (held := components_in(store, folder)) is not None:
-            step, reason, named = _step(store, folder)
-            return Match(step, f"weights of {', '.join(held.sets)}; {reason}", named, holds=tuple(held.sets))
+            match = _matched(store, folder, f"weights of {', '.join(held.sets)}")
+            return replace(match, holds=tuple(held.sets))
         only = None if folder.alone else kind_of_only(folder)
         if weights is None and only and step_name(folder_name(store, folder), strict=True):
             weights = find_set(store, folder, only)
@@ -55,8 +56,7 @@ class HuggingFace:
             return Declined(
                 "it holds no model.safetensors, pytorch_model.bin or adapter_model.*, nor parts of one", near
             )
-        step, reason, named = _step(store, folder)
-        return Match(step, f"{_evidence(store, folder, weights)}; {reason}", named)
+        return _matched(store, folder, _evidence(store, folder, weights))
 
     def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Entry]]:
         """Safetensors files with names of a script's own: by series, and by themselves."""
@@ -105,8 +105,8 @@ def _evidence(store: Store, folder: Folder, weights: WeightSet) -> str:
     return f"{next(iter(weights.names), weights.kind.index)} by name, nothing of it could be read"
 
 
-def _step(store: Store, folder: Folder) -> tuple[int, str, int | None]:
-    """The step, where it is from, and what a folder that the Trainer named says beside what is recorded."""
+def _matched(store: Store, folder: Folder, what: str) -> Match:
+    """The step: as the Trainer recorded it, else as the folder's name has it."""
     name = folder_name(store, folder)
     if TRAINER_STATE in folder.files:
         state = open_json(store, folder, TRAINER_STATE).content or {}
@@ -118,12 +118,11 @@ def _step(store: Store, folder: Folder) -> tuple[int, str, int | None]:
                 schedule = StepFile.read(store, folder, SCHEDULE)
                 if schedule.tree.get("last_epoch") == named:
                     # Two of three: the file is another step's.
-                    return named, f"{SCHEDULE} was stepped {named} times, as often as the folder's name tells", named
-            return step, f"{TRAINER_STATE} records global_step={step}", named
+                    told = f"{SCHEDULE} was stepped {named} times, as often as the folder's name tells"
+                    return Match(named, f"{what}; {told}", named)
+            return Match(step, f"{what}; {TRAINER_STATE} records global_step={step}", named)
     found = None if folder.alone else _STEP_FOLDER.fullmatch(name)
     if found:
-        return int(found[1] or found[2]), "its step is the folder's number", None
+        return Match(int(found[1] or found[2]), f"{what}; its step is the folder's number")
     number = step_of_file(store, folder) if folder.alone else step_name(name, strict=True)
-    if number:
-        return number.number, "its step is the number in its name", None
-    return 0, "nothing tells a step", None
+    return matched(number, None, what, unread=False)

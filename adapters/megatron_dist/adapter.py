@@ -67,7 +67,8 @@ class MegatronDist:
         if named is not None:
             return Match(named, f"{says}; its step is the folder's number")
         step = Recorded.of(StepFile.read(store, files, COMMON)).step
-        return Match(step or 0, f"{says}; " + (f"{COMMON} records step {step}" if step else "nothing tells a step"))
+        told = f"{COMMON} records step {step}" if step else "nothing tells a step"
+        return Match(step or 0, f"{says}; {told}", apart=not step)
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """Megatron's tracker, the same in all its formats."""

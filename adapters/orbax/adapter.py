@@ -44,7 +44,7 @@ class Orbax:
         if step is not None:
             return Match(step, f"{held}{state}; its step is the folder's number")
         within = step_name(name, strict=True)
-        if within is not None:
+        if within is not None and within.number is not None:
             return Match(within.number, f"{held}{state}; there is a step in the folder's name", apart=True)
         return Match(0, f"{held}{state}; nothing tells a step", apart=True)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from auditor.adapters.adapter import Folder
 from auditor.adapters.orbax.arrays import DOCUMENTS, PROCESS
+from auditor.adapters.step_names import last_number
 from auditor.containers.ocdbt import MANIFEST
 from auditor.storage.store import ObjectMissingError, Store, join
 
@@ -26,7 +27,6 @@ KNOWN = frozenset(
     {STEP_METADATA, TREE, SHARDING, MARKER, V1_MARKER, STRINGS, LEGACY, MANIFEST, "descriptor", "metadata"}
 )
 """Files that loaders look for."""
-_STEP = re.compile(r"(?:.*[^0-9])?([0-9]{1,15})", re.A | re.S)
 _LOOKED_INTO = 16
 """Folders of an item that are opened to see whether they are arrays."""
 
@@ -58,8 +58,7 @@ def is_temporary(name: str) -> bool:
 
 def step_in(name: str) -> int | None:
     """The number at the end of a folder's name."""
-    found = _STEP.fullmatch(without_mark(name))
-    return int(found[1]) if found else None
+    return last_number(without_mark(name))
 
 
 def is_item(store: Store, folder: Folder) -> bool:

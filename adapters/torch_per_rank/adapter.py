@@ -78,8 +78,9 @@ class TorchPerRank:
         if not num_models:
             return Declined(f"none of {len(series.names)} rank files could be read", 0.4)
         agreed = next((step for step in steps if step == stated or steps.count(step) > 1), None)
-        step = next((s for s in (agreed, stated if len(steps) > 1 else None, *steps, stated) if s is not None), 0)
-        return Match(step, f"{len(series.names)} files {series.head}*{series.tail}, each with a model")
+        told = next((s for s in (agreed, stated if len(steps) > 1 else None, *steps, stated) if s is not None), None)
+        held = f"{len(series.names)} files {series.head}*{series.tail}, each with a model"
+        return Match(told or 0, held, apart=told is None)
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """Scripts agree on none."""

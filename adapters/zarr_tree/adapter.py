@@ -54,7 +54,7 @@ class ZarrTree:
         if step is not None:
             return Match(step, f"{held}; {DOCUMENT} states step {step}", named)
         told = "nothing tells a step" if named is None else "its step is the folder's number"
-        return Match(named or 0, f"{held}; {told}")
+        return Match(named or 0, f"{held}; {told}", apart=named is None)
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """None: the layout has no pointer."""

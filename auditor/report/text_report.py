@@ -55,7 +55,7 @@ def _run(run: RunReport, report: Report, verbose: bool) -> Iterator[str]:
     formats = sorted({step.state.format for step in run.steps})
     steps = [step.state.step for step in run.steps]
     yield f"[bold]{safe(name)}[/bold]"
-    yield f"  {', '.join(formats)} · {safe(run.mesh)} · {_steps_phrase(steps)}"
+    yield f"  {', '.join(formats)} · {safe(run.mesh)} · {_steps_phrase(steps)}{run.order and f', {run.order}'}"
     yield f"  {_read_phrase(run)}"
     for finding in run.findings:
         yield ""

@@ -171,7 +171,7 @@ def test_a_file_by_itself():
     store = MemoryStore({"checkpoint_6": objects_of("adamw")["checkpoint_6"]})
     folder = Folder.of_file(store.stat("checkpoint_6"))
     assert FlaxMsgpack().recognise(store, folder) == Match(
-        6, "a msgpack map with arrays; its step is the number in its name", numbered=6
+        6, "a msgpack map with arrays; it records step 6", numbered=6
     )
 
 
