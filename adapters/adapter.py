@@ -33,11 +33,32 @@ class Folder:
     folders: Mapping[str, Entry]
     alone: bool = False
     """Whether it is one file: nothing is known of what lies beside that."""
+    lies_in: str | None = None
+    """Where its files lie, if it is no folder of the storage but some files of one, which are a step together."""
+    lacks: tuple[str, ...] = ()
+    """Names of such files that the other steps have and this one doesn't."""
+
+    @property
+    def place(self) -> str:
+        """The folder in which its files lie."""
+        return self.path if self.lies_in is None else self.lies_in
+
+    @property
+    def is_of_files(self) -> bool:
+        """Whether it is made up of files, so that it can't be listed."""
+        return self.alone or self.lies_in is not None
 
     @classmethod
     def of_file(cls, entry: Entry) -> Folder:
         """A file that is a step by itself: it has the step's path, and no name in it."""
         return cls(entry.name, {"": entry}, {}, alone=True)
+
+    @classmethod
+    def of_files(cls, entries: Sequence[Entry], lacks: Sequence[str] = ()) -> Folder:
+        """Files of one folder that are a step together, which is called as the first of them is."""
+        path = entries[0].name
+        files = {base_name(entry.name): entry for entry in entries}
+        return cls(path, files, {}, lies_in=path.rpartition("/")[0], lacks=tuple(lacks))
 
     @classmethod
     def read(cls, store: Store, path: str) -> Folder:
@@ -129,8 +150,8 @@ class TreeAdapter(Protocol):
 class FileStepsAdapter(Protocol):
     """An adapter of a format whose steps are files, many of them in one folder."""
 
-    def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Entry]]:
-        """Files of a folder that may be steps by themselves, by series; each is then to be recognised.
+    def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Folder]]:
+        """Files of a folder that may be steps by themselves, or a few together, by series; each is to be recognised.
 
         Raises:
             StorageError: storage failed.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from auditor.adapters.adapter import Folder, Match
-from auditor.adapters.step_names import StepName, is_likely, is_part, step_name
+from auditor.adapters.step_names import StepName, called_as_optimizers, is_likely, is_part, step_name
 from auditor.storage.store import Entry, Store, base_name
 
 _MAX_SNIFFED = 4
@@ -17,33 +19,65 @@ _OF_MODULE = re.compile(r"(?:.*\.)?(?:weight|bias|gamma|beta|scale|kernel|runnin
 """What modules call their parameters."""
 
 
-def series_of_models(
-    folder: Folder, suffixes: tuple[str, ...], holds_model: Callable[[Folder], bool | None]
-) -> Iterator[Sequence[Entry]]:
-    """Files that hold models: those whose names differ in the number of the save, then each of those without one.
+class Holds(enum.Enum):
+    """What a file holds that may be of a step."""
 
-    ``holds_model``: whether a file does, None where it can't be read. Of a series of which none can, the name decides.
+    MODEL = "a model"
+    OPTIMIZER = "the state of an optimizer, and no model"
+    OTHER = "something else"
+
+
+@dataclass(frozen=True, slots=True)
+class FileSeries:
+    """Files whose names differ in the number of the save, or one without a number."""
+
+    name: str
+    """With ``#`` in the place of what differs."""
+    entries: Sequence[Entry]
+    numbered: bool
+    holds: Holds
+
+
+def file_series(
+    folder: Folder, suffixes: tuple[str, ...], holds: Callable[[Folder], Holds | None]
+) -> Iterator[FileSeries]:
+    """The series in a folder, then each file without a number.
+
+    ``holds``: what a file holds, None where it can't be read. Of a series of which none can, the name decides.
     """
     series: dict[str, list[Entry]] = {}
     for name, entry in folder.files.items():
         if name.endswith(suffixes) and not is_part(name):
             found = step_name(name)
             series.setdefault(found.series if found else name, []).append(entry)
-    alone = [entries for name, entries in series.items() if name in folder.files]
-    numbered = [entries for name, entries in series.items() if name not in folder.files]
-    for entries in [*numbered, *(alone if len(alone) <= MAX_BESIDE else ())]:
-        if _any_holds(entries, holds_model):
-            yield entries
+    for name, entries in series.items():
+        if name not in folder.files:
+            yield FileSeries(name, entries, True, _what_they_hold(entries, holds))
+    alone = {name: entries for name, entries in series.items() if name in folder.files}
+    for name, entries in alone.items() if len(alone) <= MAX_BESIDE else ():
+        yield FileSeries(name, entries, False, _what_they_hold(entries, holds))
 
 
-def _any_holds(entries: Sequence[Entry], holds_model: Callable[[Folder], bool | None]) -> bool:
-    lost = True
+def steps_of_files(
+    folder: Folder, suffixes: tuple[str, ...], holds: Callable[[Folder], Holds | None]
+) -> Iterator[Sequence[Folder]]:
+    """Files that hold models, each a step; by series, then each of those without a number."""
+    for series in file_series(folder, suffixes, holds):
+        if series.holds is Holds.MODEL:
+            yield [*map(Folder.of_file, series.entries)]
+
+
+def _what_they_hold(entries: Sequence[Entry], holds: Callable[[Folder], Holds | None]) -> Holds:
+    """What the first ones hold that can be read."""
+    found = None
     for entry in entries[:_MAX_SNIFFED]:
-        held = holds_model(Folder.of_file(entry))
-        if held:
-            return True
-        lost = lost and held is None
-    return lost and is_likely(base_name(entries[0].name))
+        held = holds(Folder.of_file(entry))
+        if held in (Holds.MODEL, Holds.OPTIMIZER):
+            return held
+        found = found or held
+    name = base_name(entries[0].name)
+    lost = Holds.OPTIMIZER if called_as_optimizers(name) else Holds.MODEL if is_likely(name) else Holds.OTHER
+    return found or lost
 
 
 def are_of_module(names: Iterable[str]) -> bool:

@@ -38,6 +38,8 @@ class SavedOptimizer:
     """Hyperparameters that are recorded elsewhere in the file, for groups that lack them."""
     num_before: int = 0
     """Groups of other optimizers in the file, with which these are numbered through."""
+    of_model: str = ""
+    """Which model's it is, where several were saved together: each counts by itself."""
     schedule: Mapping[Any, Any] = field(default_factory=dict)
     """As :func:`~auditor.adapters.schedule_record.schedule_in`."""
 
@@ -55,12 +57,15 @@ def record(builder: CatalogBuilder, store: Store, saved: SavedOptimizer) -> None
     for number, value in steps.items():
         if value is not None:
             name, dtype = saved.counted.get(number, ""), tensors.get(number)
-            builder.scalars.append(Scalar("optimizer_step", value, saved.file, saved.coordinate, name, dtype))
+            builder.scalars.append(
+                Scalar("optimizer_step", value, saved.file, saved.coordinate, name, dtype, saved.of_model)
+            )
     groups = [_group(saved, number, numbers) for number in range(len(saved.state.groups))]
     builder.groups.extend(groups)
     own = Counter(group.step for group in groups if group.step)
     if own and not any(value is not None for value in steps.values()):
-        builder.scalars.append(Scalar("optimizer_step", max(own, key=own.__getitem__), saved.file, saved.coordinate))
+        value = max(own, key=own.__getitem__)
+        builder.scalars.append(Scalar("optimizer_step", value, saved.file, saved.coordinate, optimizer=saved.of_model))
 
 
 def _single(state: IndexedState) -> dict[Place, StoredTensor]:
@@ -84,7 +89,7 @@ def _group(saved: SavedOptimizer, number: int, numbers: Mapping[Place, float]) -
     return ParameterGroup(
         saved.num_before + number, saved.file, saved.coordinate, saved.optimizer, hyperparameters,
         saved.parameters[number] if number < len(saved.parameters) else None,
-        float(step) if is_count(step) else None,
+        float(step) if is_count(step) else None, of_model=saved.of_model,
         schedule=schedule_of(saved.schedule, number, len(saved.state.groups)),
     )  # fmt: skip
 

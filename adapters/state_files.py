@@ -78,13 +78,13 @@ class StateFiles:
         """Whether a file of the format may begin so."""
         raise NotImplementedError
 
-    def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Entry]]:
+    def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Folder]]:
         """Files that are steps by themselves: those whose names differ in a number alone, then each without one.
 
         What numbers parts of one save is each by itself, too: nothing tells how they belong together.
         """
         series = self._series(store, folder)
-        yield from series.values()
+        yield from ([*map(Folder.of_file, entries)] for entries in series.values())
         heads = tuple(head for name in series if name.endswith("#") and (head := name.partition("#")[0]))
         alone = [
             entry
@@ -94,7 +94,7 @@ class StateFiles:
         several = bool(series) or any(is_part(base_name(entry.name)) for entry in alone)
         for entry in alone if several and len(alone) <= MAX_BESIDE else ():
             if not entry.name.endswith(_UNFINISHED) and self._may_begin(store, entry):
-                yield [entry]
+                yield [Folder.of_file(entry)]
 
     def _series(self, store: Store, folder: Folder) -> dict[str, list[Entry]]:
         """Files whose names tell that they are of a series, by its name."""

@@ -47,7 +47,7 @@ class Opened(Generic[T]):
 
         ``salvage``: what can still be told of a damaged file, from the error.
         """
-        listed, path = folder.files.get(name), join(folder.path, name)
+        listed, path = folder.files.get(name), join(folder.place, name)
         try:
             with store.open(path) as handle:
                 return cls(name, FileState.PRESENT, read(handle), "", handle.entry)

@@ -47,6 +47,9 @@ _METRICS = frozenset({"checkpoint", "ckpt"}) | _STEPS | _EPOCHS
 _LIKELY = re.compile(r"(?:^|[^a-z])(?:model|ckpt|checkpoint|chkpt|weights|snapshot|best|last|latest|final)(?:[^a-z]|$)")
 
 
+_OPTIMIZERS = re.compile(r"opt(?:s|im|imizer|imizers|imiser|_state)?(?=[^a-z]|[A-Z]|$)|(?:^|[^a-z])adamw?(?:[^a-z]|$)")
+
+
 @dataclass(frozen=True, slots=True)
 class StepName:
     """What a name tells of the save that it is of."""
@@ -72,6 +75,11 @@ def is_part(name: str) -> bool:
 def is_likely(name: str) -> bool:
     """Whether a file that can't be looked into is called as checkpoints are."""
     return _LIKELY.search(name.lower()) is not None
+
+
+def called_as_optimizers(name: str) -> bool:
+    """Whether a file that can't be looked into is called as an optimizer's state is."""
+    return _OPTIMIZERS.search(name[:1].lower() + name[1:]) is not None
 
 
 def step_name(name: str, *, strict: bool = False) -> StepName | None:

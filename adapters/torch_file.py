@@ -4,6 +4,7 @@
     epoch=1-step=100.ckpt                          Lightning's; checkpoint-10.pth.tar: timm's
     step_10/checkpoint.pt, step_20/checkpoint.pt   a folder a step, with one file that holds a model
     last.ckpt, model_best.pt                       files by themselves, without a number
+    ckpt_10.pt, optim_10.pt; G_10.pth, D_10.pth    files of one step, by their numbers
 
 Each holds a model's state dict, or the pickled module itself (under ``model``, ``state_dict``, ``net`` and the like, or
 as the whole file), and perhaps an optimizer's in torch's integer-keyed form. Files that hold no model (tokenizers,
@@ -22,14 +23,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
-from auditor.adapters.file_steps import MAX_BESIDE, matched, series_of_models, step_of_file
+from auditor.adapters.file_sets import joined
+from auditor.adapters.file_steps import MAX_BESIDE, Holds, file_series, matched, step_of_file
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.step_names import FOREIGN, TORCH_SUFFIXES, StepName, is_likely, is_part, step_name
+from auditor.adapters.torch_file_set import SetReading, recognise_set
 from auditor.adapters.torch_per_rank.catalog import PerRankReading
-from auditor.adapters.torch_per_rank.files import NAME, STEPS, Series, holds_model, rank_state, recorded
+from auditor.adapters.torch_per_rank.files import NAME, STEPS, Series, holds_model, rank_state, recorded, state_alone
 from auditor.containers.torch_zip import SCRIPT
 from auditor.model.catalog import Catalog
-from auditor.storage.store import Entry, Store, base_name
+from auditor.storage.store import Store, base_name
 
 
 class TorchFiles:
@@ -38,16 +41,22 @@ class TorchFiles:
     name = "torch-file"
     looks_for = "torch.save files with a model, numbered (model_10.pt, model_20.pt) or in folders that are (step_10/)"
 
-    def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Entry]]:
-        """Series of numbered files, then files without a number, each with a model in it."""
+    def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Folder]]:
+        """Series of numbered files, those of one save together, then files without a number with a model in them."""
         some = any(name.endswith(TORCH_SUFFIXES) for name in folder.files)
         if some and not any(map(FOREIGN.fullmatch, folder.files)):
-            yield from series_of_models(folder, TORCH_SUFFIXES, partial(_holds_model, store))
+            found = [*file_series(folder, TORCH_SUFFIXES, partial(_holds, store))]
+            yield from joined([series for series in found if series.numbered])
+            for series in found:
+                if not series.numbered and series.holds is Holds.MODEL:
+                    yield [*map(Folder.of_file, series.entries)]
 
     def recognise(self, store: Store, folder: Folder) -> Match | Declined:
         """A file with a model; a numbered folder with one such file."""
         if folder.alone:
             return self._recognise_file(store, folder)
+        if folder.is_of_files:
+            return recognise_set(store, folder)
         number = step_name(folder_name(store, folder), strict=True)
         names = _candidates(folder)
         if not names:
@@ -81,6 +90,8 @@ class TorchFiles:
 
     def read(self, store: Store, folder: Folder, match: Match, options: Options) -> Catalog:
         """The Catalog of one step."""
+        if folder.is_of_files and not folder.alone:
+            return SetReading(store, folder, options).catalog(match.step, self.name)
         names = list(folder.files) if folder.alone else _candidates(folder)
         found = names if len(names) == 1 else [file.name for file in _models(store, folder, names)]
         part = folder.alone and is_part(found[0] or base_name(folder.path))
@@ -104,9 +115,13 @@ def _models(store: Store, folder: Folder, names: Sequence[str]) -> list[StepFile
     return found or [file for file in opened if file.content is None and is_likely(file.name)]
 
 
-def _holds_model(store: Store, folder: Folder) -> bool | None:
+def _holds(store: Store, folder: Folder) -> Holds | None:
     file = StepFile.read(store, folder, "")
-    return holds_model(file) if file.content is not None else None
+    if file.content is None:
+        return None
+    if holds_model(file):
+        return Holds.MODEL
+    return Holds.OPTIMIZER if state_alone(file)[1] is not None else Holds.OTHER
 
 
 def _matched(file: StepFile, number: StepName | None, reason: str) -> Match:

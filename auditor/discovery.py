@@ -144,7 +144,9 @@ class _Search:
         others = [one for one in found if one not in main]
         if main or run.steps:
             # Links and copies of the same object are the step that they name.
-            others = [one for one in others if one.steps[0].folder.files[""].identity not in known - {""}]
+            others = [
+                one for one in others if next(iter(one.steps[0].folder.files.values())).identity not in known - {""}
+            ]
             for one in others:
                 one.beside = True
         elif len(others) == 1:

@@ -20,9 +20,7 @@ def holds_file_steps(store: Store, folder: Folder) -> bool:
         StorageError: storage failed.
     """
     return any(
-        isinstance(_look(store, adapter, entry), Match)
-        for adapter, entries in _found(store, folder)
-        for entry in entries
+        isinstance(_look(store, adapter, step), Match) for adapter, steps in _found(store, folder) for step in steps
     )
 
 
@@ -32,29 +30,27 @@ def file_runs(store: Store, folder: Folder, nearest: Nearest) -> list[RunSource]
     Raises:
         StorageError: storage failed.
     """
-    return [
-        run for adapter, entries in _found(store, folder) for run in _runs(store, folder, adapter, entries, nearest)
-    ]
+    return [run for adapter, steps in _found(store, folder) for run in _runs(store, folder, adapter, steps, nearest)]
 
 
-def _found(store: Store, folder: Folder) -> Iterator[tuple[Adapter, Sequence[Entry]]]:
+def _found(store: Store, folder: Folder) -> Iterator[tuple[Adapter, Sequence[Folder]]]:
     for adapter in adapters():
-        for entries in adapter.step_files(store, folder) if isinstance(adapter, FileStepsAdapter) else ():
-            yield adapter, entries
+        for steps in adapter.step_files(store, folder) if isinstance(adapter, FileStepsAdapter) else ():
+            yield adapter, steps
 
 
 def _runs(
-    store: Store, folder: Folder, adapter: Adapter, entries: Sequence[Entry], nearest: Nearest
+    store: Store, folder: Folder, adapter: Adapter, steps: Sequence[Folder], nearest: Nearest
 ) -> Iterator[RunSource]:
-    run = RunSource(f"{folder.path}/{min(pattern_of(entry.name) for entry in entries)}".lstrip("/"), [])
-    for entry, verdict in zip(entries, several(store, partial(_look, store, adapter), entries), strict=True):
+    run = RunSource(f"{folder.path}/{min(pattern_of(step.path) for step in steps)}".lstrip("/"), [])
+    for step, verdict in zip(steps, several(store, partial(_look, store, adapter), steps), strict=True):
         if isinstance(verdict, StorageError):
-            run.unrecognised[entry.name] = str(verdict)
+            run.unrecognised[step.path] = str(verdict)
         elif isinstance(verdict, Match):
-            run.steps.append(StepSource(Folder.of_file(entry), adapter, verdict))
+            run.steps.append(StepSource(step, adapter, verdict))
         else:
-            nearest.consider(entry.name, {adapter.name: verdict})
-            run.unrecognised[entry.name] = verdict.reason
+            nearest.consider(step.path, {adapter.name: verdict})
+            run.unrecognised[step.path] = verdict.reason
     if of_one_moment(run.steps):
         yield from (RunSource(step.folder.path, [step], unrecognised=run.unrecognised) for step in run.steps)
     elif run.steps:
@@ -65,10 +61,10 @@ def _runs(
             yield one
 
 
-def _look(store: Store, adapter: Adapter, entry: Entry) -> Match | Declined | StorageError:
-    """What one file is, or why that can't be told."""
+def _look(store: Store, adapter: Adapter, step: Folder) -> Match | Declined | StorageError:
+    """What one file, or a few together, is, or why that can't be told."""
     try:
-        return adapter.recognise(store, Folder.of_file(entry))
+        return adapter.recognise(store, step)
     except StorageError as error:
         return error
 

@@ -43,7 +43,7 @@ class Listing:
         folder = source.folder
         known = {entry.name: entry.identity for entry in (*self.files(source), *folder.files.values())}
         try:
-            if folder.alone:
+            if folder.is_of_files:
                 found = {name: self.store.stat(name).identity for name in known}
             else:
                 now = replace(source, folder=Folder.read(self.store, folder.path))
@@ -53,7 +53,7 @@ class Listing:
         except StorageError:
             return {}
         others = {name: name not in found for name, identity in known.items() if found.get(name) != identity}
-        if folder.alone:
+        if folder.is_of_files:
             return others
         inner = (entry.name for name, entry in folder.folders.items() if name not in now.folder.folders)
         return others | dict.fromkeys(inner, True)

@@ -81,7 +81,7 @@ class Listed:
             for file in catalog.files
             if file.state is not FileState.MISSING
         )
-        beyond = sorted(name for name in seen if self._is_beyond(source, name))
+        beyond = sorted(name for name in seen if name not in known and self._is_beyond(source, name))
         return self.digest(source) if listed and self.lacks(source, beyond) else "", tuple(beyond)
 
     def lacks(self, source: StepSource, names: Sequence[str]) -> bool:

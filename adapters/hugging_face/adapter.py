@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
-from auditor.adapters.file_steps import are_of_module, matched, series_of_models, step_of_file
+from auditor.adapters.file_steps import Holds, are_of_module, matched, step_of_file, steps_of_files
 from auditor.adapters.hugging_face.catalog import HuggingFaceReading
 from auditor.adapters.hugging_face.components import components_in
 from auditor.adapters.hugging_face.files import ADAPTER_KINDS, MODEL_KINDS, kind_of_only, open_json, open_weights
@@ -22,7 +22,7 @@ from auditor.adapters.hugging_face.trainer_files import SCHEDULE, TRAINER_STATE
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.step_names import step_name
 from auditor.model.catalog import Catalog
-from auditor.storage.store import Entry, Store, base_name
+from auditor.storage.store import Store, base_name
 
 _STEP_FOLDER = re.compile(
     r"(?:.*[-_.])?(?:checkpoint|ckpt|step|steps|iter|global_step)[-_]?(\d{1,15})|(\d{1,15})", re.A
@@ -58,9 +58,9 @@ class HuggingFace:
             )
         return _matched(store, folder, _evidence(store, folder, weights))
 
-    def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Entry]]:
+    def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Folder]]:
         """Safetensors files with names of a script's own: by series, and by themselves."""
-        yield from series_of_models(folder, (".safetensors",), partial(_holds_model, store))
+        yield from steps_of_files(folder, (".safetensors",), partial(_holds, store))
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """None: nothing names the step to resume from, the Trainer takes the highest number."""
@@ -71,9 +71,9 @@ class HuggingFace:
         return HuggingFaceReading(store, folder, options).catalog(match.step, self.name)
 
 
-def _holds_model(store: Store, folder: Folder) -> bool | None:
+def _holds(store: Store, folder: Folder) -> Holds | None:
     content = open_weights(store, folder, "", MODEL_KINDS[0]).content
-    return None if content is None else are_of_module(content.arrays)
+    return None if content is None else Holds.MODEL if are_of_module(content.arrays) else Holds.OTHER
 
 
 def _foreign(store: Store, folder: Folder) -> str:

@@ -1,6 +1,7 @@
 """One ``torch.save`` file a rank, as training scripts with DistributedDataParallel write them.
 
     <step folder>/<stem>rank<N><rest>.pt       e.g. rank_0.pt, rank_1.pt or checkpoint_rank0.pth
+    step_10_rank_0.pt, step_10_rank_1.pt, …    files of several steps in one folder, by the number of the step
 
 Files belong together if their names differ in the number after ``rank`` alone; where there is but one, and it records
 no ``world_size``, that is all of the step (INT013 speaks where other saves have more). Each holds a model's state dict
@@ -16,17 +17,23 @@ Source: torch ``torch/nn/parallel/distributed.py``; the pattern is that of scrip
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator, Sequence
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer
 from auditor.adapters.step_file import StepFile
+from auditor.adapters.step_names import last_number
 from auditor.adapters.torch_per_rank.catalog import PerRankReading
-from auditor.adapters.torch_per_rank.files import NAME, STEPS, Series, rank_state, recorded, series_in
+from auditor.adapters.torch_per_rank.files import (
+    NAME,
+    STEPS,
+    Series,
+    rank_state,
+    recorded,
+    series_in,
+    step_in_rank_name,
+)
 from auditor.model.catalog import Catalog
-from auditor.storage.store import Store, base_name
-
-_STEP_FOLDER = re.compile(r"(?:.*\D)?(\d{1,15})")
-
+from auditor.storage.store import Entry, Store, base_name
 
 _TORCH_NAMES = (".pt", ".pth")
 
@@ -53,8 +60,8 @@ class TorchPerRank:
         return found[0][1] if found else nearest
 
     def _recognise(self, store: Store, folder: Folder, series: Series) -> Match | Declined:
-        number = _STEP_FOLDER.fullmatch(base_name(folder.path))
-        stated = int(number[1]) if number else None
+        in_name = step_in_rank_name(next(iter(series.names.values())))
+        stated = in_name.number if in_name else last_number(base_name(folder.path))
         steps: list[int] = []
         num_models = 0
         for name in series.names.values():
@@ -80,7 +87,18 @@ class TorchPerRank:
         agreed = next((step for step in steps if step == stated or steps.count(step) > 1), None)
         told = next((s for s in (agreed, stated if len(steps) > 1 else None, *steps, stated) if s is not None), None)
         held = f"{len(series.names)} files {series.head}*{series.tail}, each with a model"
-        return Match(told or 0, held, apart=told is None)
+        numbered = in_name.number if in_name and folder.is_of_files and not in_name.of_epoch else None
+        return Match(told or 0, held, numbered=numbered, unread=not num_models, apart=told is None)
+
+    def step_files(self, store: Store, folder: Folder) -> Iterator[Sequence[Folder]]:
+        """Files of several steps in one folder: those of the ranks that saved one step together."""
+        series: dict[str, dict[int, list[Entry]]] = {}
+        for name, entry in folder.files.items():
+            told = step_in_rank_name(name)
+            if told and told.number is not None:
+                series.setdefault(told.series, {}).setdefault(told.number, []).append(entry)
+        for steps in series.values():
+            yield [Folder.of_files(entries) for _, entries in sorted(steps.items())]
 
     def pointer(self, store: Store, folder: Folder) -> Pointer | None:
         """Scripts agree on none."""

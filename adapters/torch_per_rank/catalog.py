@@ -20,7 +20,7 @@ from auditor.adapters.optimizer_record import SavedOptimizer, record, record_los
 from auditor.adapters.schedule_record import schedule_in
 from auditor.adapters.step_file import StepFile
 from auditor.adapters.ties import distinct, in_one_storage
-from auditor.adapters.torch_per_rank.distributed import DistributedTensor, Held
+from auditor.adapters.torch_per_rank.distributed import DistributedTensor, Held, likeness
 from auditor.adapters.torch_per_rank.files import (
     NAME,
     STEPS,
@@ -44,10 +44,8 @@ from auditor.storage.store import Store, join
 
 _SCALERS = ("scaler", "grad_scaler", "scaler_state_dict")
 _WRAPPER = "module."
-_OTHERS = (
-    "one rank's file was named: the other ranks' were not looked at",
-    "it holds one rank's part of its tensors: where the other ranks' are is not known",
-)
+_OTHERS = ("one rank's file was named: the other ranks' were not looked at",
+           "it holds one rank's part of its tensors: where the other ranks' are is not known")  # fmt: skip
 _UNKNOWN = "a single file was named: what belongs to it is not known"
 
 Slot = tuple[Role, str, str]
@@ -96,6 +94,8 @@ class PerRankReading:
         self.builder = CatalogBuilder()
         self.called: dict[tuple[int, str], str] = {}
         """Rank and key in its file to the name of the tensor in the Catalog."""
+        self.first_order, self.label = 0, ""
+        """Position of its first tensor in the model; what the model is called, where it is one of several."""
 
     def _doubt(self) -> str:
         """What says that rank files are no replicas, and it isn't known what they are."""
@@ -116,6 +116,18 @@ class PerRankReading:
 
     def catalog(self, step: int, format_name: str) -> Catalog:
         """The Catalog of the step."""
+        self.fill()
+        claimed = {file.name for file in self.files.values()} | set(self.leftovers)
+        unclaimed = [join(self.folder.place, name) for name in self.folder.files if name not in claimed]
+        catalog = self.builder.build(step, self.folder.path, format_name, self.grid.mesh, self.opaque(), unclaimed)
+        return replace(catalog, unseen=self.unseen, ranks_counted=self.ranks_counted)
+
+    def opaque(self) -> Counter[str]:
+        """Objects of unknown classes in the files."""
+        return sum((Counter(file.content.opaque) for file in self.files.values() if file.content), Counter[str]())
+
+    def fill(self) -> None:
+        """Hand all that the files hold to the builder."""
         for rank, file in self.files.items():
             self.builder.file(self._as_file(rank, file))
         slots = {rank: self._slots(rank) for rank in self.states}
@@ -135,16 +147,13 @@ class PerRankReading:
             self._add_optimizer(rank, names)
         self._add_ties()
         self._add_scalars_and_problems()
-        claimed = {file.name for file in self.files.values()} | set(self.leftovers)
-        unclaimed = [join(self.folder.path, name) for name in self.folder.files if name not in claimed]
-        opaque: Counter[str] = Counter()
-        for file in self.files.values():
-            opaque.update(file.content.opaque if file.content else {})
-        catalog = self.builder.build(step, self.folder.path, format_name, self.grid.mesh, opaque, unclaimed)
-        return replace(catalog, unseen=self.unseen, ranks_counted=self.ranks_counted)
 
     def _as_file(self, rank: int, file: StepFile) -> File:
-        return file.as_rank_file(self.folder.path, self.grid.place(rank))
+        return file.as_rank_file(self.folder.place, self.grid.place(rank))
+
+    def _path(self, rank: int, key: str = "") -> str:
+        """The file in which a rank keeps ``key``."""
+        return join(self.folder.place, self.files[rank].name)
 
     def _name(self, key: str) -> str:
         return key.removeprefix(_WRAPPER) if self.wrapped else key
@@ -167,7 +176,7 @@ class PerRankReading:
         """Optimizer state by its path in the file."""
         state, saved = self.states[rank].optimizer, self.states[rank].saved
         for number, key, tensor in state.flat() if state else ():
-            yield f"{saved}.state.{state.key(number) if state else number}.{key}", (number, key, tensor)
+            yield f"{saved}state.{state.key(number) if state else number}.{key}", (number, key, tensor)
 
     def _attached(self) -> Attached:
         """Names for parameter numbers, on which all files must agree."""
@@ -201,7 +210,7 @@ class PerRankReading:
         template: dict[Slot, StoredTensor] = {}
         for of_rank in slots.values():
             for slot, tensor in of_rank.items():
-                order.setdefault(slot[1], len(order))
+                order.setdefault(slot[1], self.first_order + len(order))
                 template.setdefault(slot, tensor)
         for slot, expected in template.items():
             held = {rank: of_rank[slot] for rank, of_rank in slots.items() if slot in of_rank}
@@ -216,7 +225,7 @@ class PerRankReading:
     def _placed(self, slot: Slot, held: Mapping[int, StoredTensor]) -> tuple[Spread | None, str]:
         """How a tensor lies over ranks, or why that isn't known."""
         stated = self.options.stated("dp", slot[1])
-        if len({_likeness(tensor) for tensor in held.values()}) > 1:
+        if len({likeness(tensor) for tensor in held.values()}) > 1:
             return None, "rank files hold it with different shapes or dtypes"
         first = next(iter(held.values()))
         cut = isinstance(stated, Shard) or isinstance(first, DistributedTensor)
@@ -261,8 +270,8 @@ class PerRankReading:
         self, tensor: int, rank: int, key: str, stored: StoredTensor | None, expected: StoredTensor, spread: Spread
     ) -> None:
         """What one rank's file holds, or should hold, of a tensor."""
-        coordinate, name = self.grid.place(rank), self.files[rank].name
-        number, source = self.builder.file_id(join(self.folder.path, name)), stored or expected
+        coordinate = self.grid.place(rank)
+        number, source = self.builder.file_id(self._path(rank, key)), stored or expected
         if isinstance(source, DistributedTensor):
             regions = [held for held in source.layout.held(rank) or () if held.box.num_elements]
             if stored is not None and not source.fits(rank):
@@ -292,7 +301,7 @@ class PerRankReading:
         role, name, key = slot
         coordinate = self.grid.place(rank)
         called = self.called[rank, key] = f"{name}@{coordinate if coordinate.indices else f'rank {rank}'}"
-        number = self.builder.file_id(join(self.folder.path, self.files[rank].name))
+        number = self.builder.file_id(self._path(rank, key))
         parts = stored.parts if isinstance(stored, DistributedTensor) else (stored,)
         for at, part in enumerate(parts):
             own = called if len(parts) == 1 else f"{called}#{at}"
@@ -314,20 +323,21 @@ class PerRankReading:
 
     def _add_optimizer(self, rank: int, names: Attached) -> None:
         """What a file records of its optimizer besides tensors."""
-        path, coordinate = join(self.folder.path, self.files[rank].name), self.grid.place(rank)
-        tree = self.files[rank].tree
+        coordinate, tree = self.grid.place(rank), self.files[rank].tree
         for scaler in (tree[key] for key in _SCALERS if key in tree):
-            record_loss_scale(self.builder, self.store, path, coordinate, scaler)
+            record_loss_scale(self.builder, self.store, self._path(rank), coordinate, scaler)
         state, saved = self.states[rank].optimizer, self.states[rank].saved
         if state is None or self.options.names_only:
             return
         called = {number: self._parameter(rank, name) for number, name in names.names.items()}
         counted = {
-            number: self.called.get((rank, f"{saved}.state.{state.key(number)}.step"), called.get(number, ""))
+            number: self.called.get((rank, f"{saved}state.{state.key(number)}.step"), called.get(number, ""))
             for number in {*state.tensors, *state.counts}
         }
         groups = [tuple(called[number] for number in numbers if number in called) or None for numbers in state.numbers]
-        kept = SavedOptimizer(path, coordinate, state, groups, counted, schedule=schedule_in(tree))
+        kept = SavedOptimizer(
+            self._path(rank, saved), coordinate, state, groups, counted, of_model=self.label, schedule=schedule_in(tree)
+        )
         record(self.builder, self.store, kept)
 
     def _parameter(self, rank: int, key: str) -> str:
@@ -351,8 +361,7 @@ class PerRankReading:
                 ("world_size", recorded(file, "world_size")),
             ):
                 if value is not None:
-                    path = join(self.folder.path, file.name)
-                    self.builder.scalars.append(Scalar(name, float(value), path, self.grid.place(rank)))
+                    self.builder.scalars.append(Scalar(name, float(value), self._path(rank), self.grid.place(rank)))
             stated = recorded(file, "world_size")
             if stated not in (None, self.world) and not self.series.whole:
                 self._problem(
@@ -373,7 +382,7 @@ class PerRankReading:
         self, kind: ProblemKind, name: str, message: str, rank: int | None = None, tensor: str = ""
     ) -> None:  # fmt: skip
         coordinate = Coordinate() if rank is None else self.grid.place(rank)
-        self.builder.problems.append(Problem(kind, join(self.folder.path, name), message, coordinate, tensor))
+        self.builder.problems.append(Problem(kind, join(self.folder.place, name), message, coordinate, tensor))
 
     def _origin(self, rank: int, file: StepFile, *, several: bool) -> str:
         """What shows that a file is another rank's: torch keeps the stem that was saved to, scripts record the rank."""
@@ -385,9 +394,3 @@ class PerRankReading:
             return f"holds what rank {writer} saved"
         own = recorded(file, "rank")
         return f"records rank {own}" if several and own not in (None, rank) else ""
-
-
-def _likeness(tensor: StoredTensor) -> object:
-    """What rank files that hold one tensor agree on."""
-    how = tuple(tensor.layout.placement.items()) if isinstance(tensor, DistributedTensor) else None
-    return tensor.shape, tensor.dtype, how

@@ -372,3 +372,9 @@ def _fields(record: object) -> Mapping[str, Any]:
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
         return state[1]
     return state if isinstance(state, dict) else {}
+
+
+def likeness(tensor: StoredTensor) -> object:
+    """What rank files that hold one tensor agree on."""
+    how = tuple(tensor.layout.placement.items()) if isinstance(tensor, DistributedTensor) else None
+    return tensor.shape, tensor.dtype, how

@@ -12,12 +12,14 @@ from auditor.adapters.file_steps import are_of_module
 from auditor.adapters.optimizer_index import IndexedState, indexed_state
 from auditor.adapters.other_tensors import inner_tensors, is_tensor, kind_of
 from auditor.adapters.step_file import StepFile
+from auditor.adapters.step_names import StepName, step_name
 from auditor.adapters.torch_per_rank.distributed import PartReader, flat_state, is_part
 from auditor.containers.pickle_machine import Opaque
 from auditor.containers.torch_zip import StoredTensor
 from auditor.model.dtype import Kind
 
 NAME = re.compile(r"(?P<head>(?:.*?(?<![a-z]))?rank[-_.]?)(?P<rank>\d{1,6})(?P<tail>(?:\D.*)?\.(?:pt|pth|bin|ckpt))")
+_RANK = re.compile(r"rank[-_.]?$")
 _OTHER_AXIS = re.compile(r"(?:^|.*[^a-z])(?:mp|tp|pp|ep|cp|sp|zero|tensor|pipeline|expert)[-_.]rank[-_.]?")
 """Ranks of another axis than data-parallel ones."""
 _MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state", "net", "weights", "params")
@@ -81,6 +83,18 @@ def series_in(folder: Folder) -> list[Series]:
     return sorted(found_series, key=lambda item: -len(item.names))
 
 
+def step_in_rank_name(name: str) -> StepName | None:
+    """The step in the name of a rank's file, whose rank is left out; None where there is none.
+
+    >>> step_in_rank_name("step_10_rank_0.pt").number, step_in_rank_name("rank0_epoch3.pt").number
+    (10, 3)
+    """
+    found = NAME.fullmatch(name)
+    if found is None or _OTHER_AXIS.fullmatch(found["head"]):
+        return None
+    return step_name(f"{_RANK.sub('', found['head'])}{found['tail']}")
+
+
 @dataclass(frozen=True, slots=True)
 class RankState:
     """What one rank file holds."""
@@ -97,7 +111,7 @@ class RankState:
     """What the file's records of parts have in common."""
     optimizer: IndexedState | None = None
     saved: str = ""
-    """Where in the file that is."""
+    """Where in the file that is, with a dot."""
 
     @property
     def found(self) -> bool:
@@ -127,7 +141,13 @@ def rank_state(file: StepFile) -> RankState:
     if optimizer:
         flat = [tensor for name, tensor in state.parameters().items() if _FLAT.fullmatch(name)]
         optimizer = _with_flat_state(optimizer, flat)
-    return replace(state, reader=reader, optimizer=optimizer, saved=saved)
+    return replace(state, reader=reader, optimizer=optimizer, saved=f"{saved}.")
+
+
+def state_alone(file: StepFile) -> tuple[str, IndexedState | None]:
+    """Where an optimizer's state is in a file that holds no model, with a dot; and that state."""
+    saved, kept = ("", file.tree) if _has_form_of_optimizer(file.tree) else _saved_optimizer(file.tree)
+    return f"{saved}." if saved else "", indexed_state(kept)
 
 
 def _saved_optimizer(tree: Mapping[Any, Any]) -> tuple[str, object]:

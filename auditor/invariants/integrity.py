@@ -10,7 +10,7 @@ from auditor.invariants.invariant import Invariant, Needs
 from auditor.model.catalog import WITHHELD, Catalog, FileState, ProblemKind, Role, Scalar
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 from auditor.model.observation import Read
-from auditor.model.run import StepEvidence, counters_of_files, counters_that_go_together, optimizer_step
+from auditor.model.run import StepEvidence, counters_of_files, counters_that_go_together, optimizer_steps
 
 
 def base_name(path: str) -> str:
@@ -77,11 +77,11 @@ def steps_agree(evidence: StepEvidence) -> Judgement:
     catalog = evidence.catalog
     counters = [scalar for scalar in catalog.scalars if scalar.name == "global_steps"]
     counters += counters_that_go_together(catalog)
-    usual = optimizer_step(catalog)
+    usual = optimizer_steps(catalog)
     odd: dict[str, Location] = {}
     for scalar in counters:
-        wanted = float(catalog.step) if scalar.name == "global_steps" else usual
-        if wanted is not None and scalar.value != wanted:
+        wanted = float(catalog.step) if scalar.name == "global_steps" else usual[scalar.optimizer]
+        if scalar.value != wanted:
             odd.setdefault(scalar.file, _odd_step(catalog, scalar, wanted))
     violations = tuple(
         Violation(catalog.within(file), (at,), f"{catalog.within(file)} {at.detail}") for file, at in odd.items()

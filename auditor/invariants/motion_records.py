@@ -96,9 +96,9 @@ _STATE = frozenset({Role.MASTER, Role.FIRST_MOMENT, Role.SECOND_MOMENT})
 def tensors_stay(neighbours: Neighbours) -> Judgement:
     """Every tensor of the save before is there, in its shape and dtype; what is new is noted."""
     found = Collected()
-    whole = all(
-        file.state is FileState.PRESENT for side in (neighbours.before, neighbours.after) for file in side.catalog.files
-    )
+    both = (neighbours.before.catalog, neighbours.after.catalog)
+    present = all(file.state is FileState.PRESENT for catalog in both for file in catalog.files)
+    whole = present and not any(catalog.unseen for catalog in both)
     old, new = by_role(neighbours.before.catalog), by_role(neighbours.after.catalog)
     for role in _COMPARED:
         if not old[role] or not new[role]:

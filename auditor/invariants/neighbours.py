@@ -18,7 +18,7 @@ from auditor.model.catalog import Catalog, Role
 from auditor.model.finding import Location
 from auditor.model.joint import Joint, JointResult
 from auditor.model.observation import Read
-from auditor.model.run import StepEvidence, num_skipped, optimizer_step
+from auditor.model.run import StepEvidence, num_skipped, optimizer_steps
 
 TRAINED = (Role.MASTER, Role.PARAMETER)
 Key = tuple[Role, str]
@@ -251,7 +251,7 @@ class Counted:
         self._sides = [_counters(catalog) for catalog in (before, after)]
         self._steps = before.step, after.step
         self._skipped = num_skipped(before), num_skipped(after)
-        self._usual = optimizer_step(before), optimizer_step(after)
+        self._usual = optimizer_steps(before), optimizer_steps(after)
 
     def of(self, name: str) -> Updates | None:
         """The steps that were counted for a parameter; None where either save counts none."""
@@ -278,9 +278,13 @@ class Counted:
 
     @property
     def usual(self) -> tuple[float, float] | None:
-        """What most files count in both saves; None where one counts nothing."""
+        """What most files count in both saves; None where one counts nothing.
+
+        Of several optimizers, it is the one that counted most nearly the steps of the run.
+        """
         old, new = self._usual
-        return None if old is None or new is None else (old, new)
+        both = sorted(old.keys() & new.keys(), key=lambda name: (abs(old[name] - self._steps[0]), name))
+        return (old[both[0]], new[both[0]]) if both else None
 
 
 def _counters(catalog: Catalog) -> dict[str, list[float]]:

@@ -182,16 +182,16 @@ def counters_can_count(evidence: StepEvidence) -> Judgement:
 def ranks_use_one_setting(evidence: StepEvidence) -> Judgement:
     """Ranks that run one optimizer have the same hyperparameters in each of its groups, and as many groups."""
     catalog = evidence.catalog
-    cells: dict[Coordinate, dict[str, list[ParameterGroup]]] = defaultdict(dict)
+    cells: dict[tuple[Coordinate, str], dict[str, list[ParameterGroup]]] = defaultdict(dict)
     for file, groups in files_with_groups(catalog):
-        cells[_apart(groups[0].coordinate)][file] = groups
-    shared = {place: files for place, files in cells.items() if len(files) > 1}
+        cells[_apart(groups[0].coordinate), groups[0].of_model][file] = groups
+    shared = [files for files in cells.values() if len(files) > 1]
     if not shared:
         reason = "one file a pipeline stage records hyperparameters" if cells else "no hyperparameters are recorded"
         return Judgement(not_applicable={reason: 1})
     violations: list[Violation] = []
     num_holds = 0
-    for files in shared.values():
+    for files in shared:
         found = [*_unequal(catalog, files)]
         violations += found
         num_holds += len(files) - len({location.file for violation in found for location in violation.locations})

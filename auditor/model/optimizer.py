@@ -27,6 +27,8 @@ class ParameterGroup:
     """The group's own count of optimizer steps, where it keeps one."""
     from_state: bool = False
     """Whether its parameters are known by the state that is kept for them, and by nothing else."""
+    of_model: str = ""
+    """Which model's it is, where several were saved together."""
     schedule: Mapping[str, Hyperparameter] = field(default_factory=dict)
     """What its schedule of rates records, by torch's names, and ``base_lr``; empty where the form is not known."""
 

@@ -224,7 +224,19 @@ def num_skipped(catalog: Catalog) -> float:
 
 def optimizer_step(catalog: Catalog) -> float | None:
     """The optimizer's own counter as most of the files record it; the one that fits the step best where they tie."""
-    counts = Counter(scalar.value for scalar in counters_of_files(catalog))
+    return _most_recorded(catalog, counters_of_files(catalog))
+
+
+def optimizer_steps(catalog: Catalog) -> dict[str, float]:
+    """The same of each optimizer, where several models were saved together and each has its own."""
+    own: dict[str, list[Scalar]] = {}
+    for scalar in counters_of_files(catalog):
+        own.setdefault(scalar.optimizer, []).append(scalar)
+    return {name: count for name, of in own.items() if (count := _most_recorded(catalog, of)) is not None}
+
+
+def _most_recorded(catalog: Catalog, counters: Iterable[Scalar]) -> float | None:
+    counts = Counter(scalar.value for scalar in counters)
     expected = catalog.step - num_skipped(catalog)
     return max(counts, key=lambda value: (counts[value], -abs(value - expected)), default=None)
 
@@ -256,8 +268,9 @@ def counters_that_go_together(catalog: Catalog) -> tuple[Scalar, ...]:
 
 def files_of_another_step(catalog: Catalog) -> frozenset[str]:
     """Files whose optimizer state is of another step than most files' is."""
-    usual = optimizer_step(catalog)
-    return frozenset(scalar.file for scalar in counters_that_go_together(catalog) if scalar.value != usual)
+    usual = optimizer_steps(catalog)
+    counters = counters_that_go_together(catalog)
+    return frozenset(scalar.file for scalar in counters if scalar.value != usual[scalar.optimizer])
 
 
 def _counting(catalog: Catalog) -> list[Scalar]:
