@@ -20,6 +20,8 @@ from auditor.storage.store import Entry, base_name
 
 AVERAGE = "ema"
 """What a file of averaged weights is called: the step is called as another is."""
+MAX_SERIES = 256
+"""Series of one folder that are held against each other."""
 MAX_TOGETHER = 16
 """Series that are one run: a GAN has four, with their optimizers."""
 _NUMBER = re.compile(r"[A-Za-z]*[-_.]?\d+", re.A)
@@ -40,10 +42,11 @@ def joined(series: Sequence[FileSeries]) -> Iterator[Sequence[Folder]]:
     """The steps that numbered files make up, by run."""
     saves = {one.name: _saves(one) for one in series}
     models = [one for one in series if one.holds is Holds.MODEL]
+    many = len(series) > MAX_SERIES
     sets: list[list[_Saves]] = []
     for one in models:
         own = saves[one.name]
-        if own is None:
+        if own is None or many:
             yield [*map(Folder.of_file, one.entries)]
         elif found := next((of for of in sets if len(of) < MAX_TOGETHER and _are_together(of[0], own)), None):
             found.append(own)

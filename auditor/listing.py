@@ -44,7 +44,7 @@ class Listing:
         known = {entry.name: entry.identity for entry in (*self.files(source), *folder.files.values())}
         try:
             if folder.is_of_files:
-                found = {name: self.store.stat(name).identity for name in known}
+                found = {name: found for name in known if (found := self._identity(name)) is not None}
             else:
                 now = replace(source, folder=Folder.read(self.store, folder.path))
                 found = {entry.name: entry.identity for entry in self._list(now)}
@@ -57,6 +57,14 @@ class Listing:
             return others
         inner = (entry.name for name, entry in folder.folders.items() if name not in now.folder.folders)
         return others | dict.fromkeys(inner, True)
+
+    def _identity(self, name: str) -> str | None:
+        """What storage says of a file now, None where it is gone. A link that leads nowhere is listed all the same."""
+        try:
+            return self.store.stat(name).identity
+        except ObjectMissingError:
+            beside = self.store.list(name.rpartition("/")[0])
+            return next((entry.identity for entry in beside if entry.name == name), None)
 
     def _list(self, source: StepSource) -> Iterator[Entry]:
         """The files in a step's folder, and those one level below (a folder a rank); or as the adapter says."""

@@ -99,6 +99,8 @@ ROWS = {
     "torch_per_rank/fsdp1_dcp/step_2": ("the same by torch.distributed.checkpoint", "FSDP1's"),
     "torch_per_rank/fsdp1_hybrid_2x2/step_2": ("torch.save a rank, FSDP1 hybrid 2×2", ""),
     "torch_per_rank/fsdp1_local/step_2": ("torch.save a rank, FSDP1 local", ""),
+    "torch_file/folders/step_6": ("torch.save, a file a step", "one loop's"),
+    "torch_file/apart": ("torch.save, the optimizer in a file of its own", "one loop's"),
     "hugging_face/llama_sharded": ("save_pretrained, three files", ""),
     "hugging_face/gpt2_torch": ("save_pretrained, torch file", ""),
     "hugging_face/trainer/checkpoint-6": ("Trainer", ""),

@@ -3,7 +3,7 @@
     pip install atheris
     python tests/fuzz/fuzz_readers.py KIND [-max_total_time=600] [CORPUS]
 
-KIND: zip, pickle, torch, safetensors, dcp, ocdbt, zarr, chunk, shard, tree, msgpack or npz.
+KIND: zip, pickle, torch, safetensors, dcp, ocdbt, zarr, chunk, shard, tree, msgpack, npz, names or set.
 
 A reader may return, or raise DamagedError, LimitError or UnsupportedError; anything else is a crash. Seeds are made
 from the committed fixtures. Inputs that crashed once are kept in ``crashes/`` and replayed by
@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-READERS = ("zip", "pickle", "torch", "safetensors", "dcp", "ocdbt", "zarr", "chunk", "shard", "tree", "msgpack", "npz")
+READERS = ("zip", "pickle", "torch", "safetensors", "dcp", "ocdbt", "zarr", "chunk", "shard", "tree", "msgpack", "npz",
+           "names", "set")  # fmt: skip
 HERE = Path(__file__).resolve().parent
 FIXTURES = HERE.parent / "fixtures"
 sys.path.insert(0, str(HERE.parent.parent))
@@ -33,8 +34,8 @@ def read(kind: str, data: bytes) -> None:
         if kind == "pickle":
             read_pickle(data)
             return
-        if kind in OF_JAX:
-            OF_JAX[kind](data)
+        if kind in OF_JAX or kind in OF_SERIES:
+            (OF_JAX | OF_SERIES)[kind](data)
             return
         with MemoryStore({"f": data}).open("f") as handle:
             if kind == "zip":
@@ -177,6 +178,58 @@ OF_JAX = {"ocdbt": read_ocdbt, "zarr": read_zarr, "chunk": read_chunk, "shard": 
 """Readers that take bytes in a form of their own."""
 
 
+def read_names(data: bytes) -> None:
+    """Sort files of any names into steps; no file may get lost, or be in two."""
+    from auditor.adapters.adapter import Folder
+    from auditor.adapters.file_sets import joined
+    from auditor.adapters.file_steps import Holds, file_series
+    from auditor.adapters.step_names import last_number
+    from auditor.adapters.torch_per_rank.files import step_in_rank_name
+    from auditor.storage.store import Entry
+
+    named = data.decode("utf-8", "surrogateescape").replace("/", "").split("\0")
+    names = {f"{name[:80]}.pt": Entry(f"{name[:80]}.pt", False, 1) for name in named[:40]}
+    for name in names:
+        step_in_rank_name(name)
+        assert (last_number(name.removesuffix(".pt")) or 0) < 10**15
+    holds = {name: (*Holds, None)[len(name) % 4] for name in names}
+    found = [*file_series(Folder("", names, {}), (".pt",), lambda one: holds[one.path])]
+    steps = [step for run in joined([one for one in found if one.numbered]) for step in run]
+    held = [entry.name for step in steps for entry in step.files.values()]
+    models = [entry.name for one in found if one.numbered and one.holds is Holds.MODEL for entry in one.entries]
+    assert len(held) == len({*held})
+    assert {*models} <= {*held} <= {*names}
+
+
+def read_set(data: bytes) -> None:
+    """Read a model's file and its optimizer's that were saved together; the first two bytes cut them apart."""
+    from auditor.adapters.adapter import Declined, Folder, Options
+    from auditor.adapters.torch_file import TorchFiles
+    from auditor.storage.memory import MemoryStore
+
+    cut = 2 + int.from_bytes(data[:2], "little")
+    store = MemoryStore({"ckpt_1.pt": data[2:cut], "optim_1.pt": data[cut:]})
+    folder = Folder.of_files([store.stat("ckpt_1.pt"), store.stat("optim_1.pt")])
+    match = TorchFiles().recognise(store, folder)
+    if not isinstance(match, Declined):
+        catalog = TorchFiles().read(store, folder, match, Options())
+        assert {file.name for file in catalog.files} == {"ckpt_1.pt", "optim_1.pt"}
+
+
+OF_SERIES = {"names": read_names, "set": read_set}
+"""What tells which files of a folder are steps together."""
+
+
+def seeds_of_series(kind: str) -> list[bytes]:
+    """Names that scripts give, and a pair of files."""
+    if kind == "names":
+        return [b"ckpt_10\0optim_10\0ckpt_20\0optim_20\0G_1\0D_1\0rank_0\0epoch=1-step=3\0seed1_step_2\0m_0.5"]
+    model, optimizer = (
+        (FIXTURES / "torch_file/apart" / f"{name}_6.pt").read_bytes() for name in ("model", "optimizer")
+    )
+    return [len(model).to_bytes(2, "little") + model + optimizer]
+
+
 def seeds_of_jax(kind: str) -> list[bytes]:
     """Small shards by zarr, a Blosc and an LZ4 chunk, and the tree that JAX wrote."""
     import base64
@@ -228,6 +281,8 @@ def seeds(kind: str) -> list[bytes]:
 
     if kind in ("shard", "tree"):
         return seeds_of_jax(kind)
+    if kind in OF_SERIES:
+        return seeds_of_series(kind)
     if kind in ("ocdbt", "zarr", "chunk"):
         return [*seeds_of_orbax(kind), *(seeds_of_jax(kind) if kind == "chunk" else ())]
     if kind == "safetensors":

@@ -5,7 +5,8 @@ from tests.hostile.containers import CONTAINERS
 from tests.hostile.file_system import FILE_SYSTEM
 from tests.hostile.layouts import LAYOUTS
 from tests.hostile.orbax import ORBAX_INPUTS
+from tests.hostile.series import SERIES
 from tests.hostile.states import STATES
 from tests.hostile.witnesses import WITNESSES
 
-CORPUS = (*COMPARISONS, *CONTAINERS, *LAYOUTS, *FILE_SYSTEM, *ORBAX_INPUTS, *STATES, *WITNESSES)
+CORPUS = (*COMPARISONS, *CONTAINERS, *LAYOUTS, *FILE_SYSTEM, *ORBAX_INPUTS, *SERIES, *STATES, *WITNESSES)
