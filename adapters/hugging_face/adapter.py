@@ -24,9 +24,6 @@ from auditor.adapters.step_names import step_name
 from auditor.model.catalog import Catalog
 from auditor.storage.store import Store, base_name
 
-_STEP_FOLDER = re.compile(
-    r"(?:.*[-_.])?(?:checkpoint|ckpt|step|steps|iter|global_step)[-_]?(\d{1,15})|(\d{1,15})", re.A
-)
 _OWN_NAME = re.compile(r"checkpoint-(\d{1,15})", re.A)
 _DEEPSPEED = re.compile(r".*_(?:model|optim)_states\.pt")
 _DEEPSPEED_FOLDER = re.compile(r"global_step\d+", re.A)
@@ -121,8 +118,5 @@ def _matched(store: Store, folder: Folder, what: str) -> Match:
                     told = f"{SCHEDULE} was stepped {named} times, as often as the folder's name tells"
                     return Match(named, f"{what}; {told}", named)
             return Match(step, f"{what}; {TRAINER_STATE} records global_step={step}", named)
-    found = None if folder.alone else _STEP_FOLDER.fullmatch(name)
-    if found:
-        return Match(int(found[1] or found[2]), f"{what}; its step is the folder's number")
     number = step_of_file(store, folder) if folder.alone else step_name(name, strict=True)
     return matched(number, None, what, unread=False)
