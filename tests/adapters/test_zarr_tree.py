@@ -286,7 +286,8 @@ def test_a_lost_document_of_a_replica_is_laid_to_it(run, damage):
         file.write_text(changed[damage])
     catalog = read(run)
     (lost,) = [f for f in catalog.files if f.state is not FileState.PRESENT]
-    wanted = {"missing": FileState.MISSING, "group": FileState.UNREADABLE}.get(damage, FileState.DAMAGED)
+    states = {"missing": FileState.MISSING, "group": FileState.UNREADABLE, "empty": FileState.CUT_SHORT}
+    wanted = states.get(damage, FileState.DAMAGED)
     assert (lost.name, lost.state) == (file.relative_to(run).as_posix(), wanted)
     assert len(catalog.rows_of(tensor_of(catalog, "norm.weight"), 1)) == 1
     assert exit_code(audited(run, settle_seconds=0.0)[0]) is (
