@@ -211,7 +211,7 @@ def test_everything_that_a_catalog_holds_besides_pieces_comes_back(tmp_path, tar
     ]  # fmt: skip
     builder.problems.append(Problem(ProblemKind.SHAPE, "run/a.bin", "differs", place, "w", 3, True))
     values = {"lr": 0.1, "betas": (0.9, 0.99), "amsgrad": False, "x": None, "name": "adam", "max": float("inf")}
-    builder.groups.append(ParameterGroup(2, "run/a.bin", place, "adamw", values, ("w", "v"), 5.0, from_state=True))
+    builder.groups.append(ParameterGroup(2, "run/a.bin", place, "adamw", values, ("w", "v"), 5.0, True, "G"))
     builder.groups.append(ParameterGroup(3, "run/a.bin"))
     builder.ties.append(Tie(("w", "v"), "config.json"))
     catalog = builder.build(4, "run", "any", NO_MESH, {}, ())

@@ -156,6 +156,7 @@ class Description:
                 None if names is None else tuple(filter(chosen, words(names))),
                 float(step) if isinstance(step, (int, float)) and not isinstance(step, bool) else None,
                 row.get("from_state") is True,
+                of if isinstance(of := row.get("of_model"), str) else "",
             )  # fmt: skip
 
     def ties(self, chosen: Callable[[str], bool]) -> Iterator[Tie]:

@@ -57,6 +57,7 @@ def _group(catalog: Catalog, one: ParameterGroup) -> dict[str, Any]:
         "step": _value(one.step),
         "hyperparameters": {name: _value(value) for name, value in one.hyperparameters.items()},
         "parameters": None if one.parameters is None else list(one.parameters), "from_state": one.from_state,
+        "of_model": one.of_model,
     }  # fmt: skip
 
 
