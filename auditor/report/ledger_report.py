@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
 import numpy as np
@@ -28,8 +28,9 @@ def show_lines(ledger: Ledger) -> Iterator[str]:
     for run in ledger.runs():
         yield visible(run)
         before: StepRecord | None = None
-        standing = _standings(ledger, run)
-        for name in ledger.names(run):
+        accounts = _accounts(ledger, run)
+        standing = _standings(accounts)
+        for name in sorted(ledger.names(run), key=lambda name: _order(name, accounts.get(name))):
             try:
                 record = ledger.record(name)
             except DamagedError as error:
@@ -42,12 +43,24 @@ def show_lines(ledger: Ledger) -> Iterator[str]:
 _CURRENT, _AGAIN, _BACK = " · current", " · saved again since", " · the run was set back behind it since"
 
 
-def _standings(ledger: Ledger, run: str) -> dict[RecordName, str]:
-    """What became of each record since; of the others of such a step, that they are current."""
+def _accounts(ledger: Ledger, run: str) -> dict[RecordName, StepAccount]:
+    """Those of a run that can be read."""
     accounts: dict[RecordName, StepAccount] = {}
     for name in ledger.names(run):
         with suppress(DamagedError):
             accounts[name] = ledger.account(name)
+    return accounts
+
+
+def _order(name: RecordName, account: StepAccount | None) -> tuple[int, int, int]:
+    """By step; of one step by branch and save, not by the digests of their files."""
+    if account is None:
+        return name.step, 0, 0
+    return name.step, account.lineage[-1][0] if account.lineage else 0, account.sequence
+
+
+def _standings(accounts: Mapping[RecordName, StepAccount]) -> dict[RecordName, str]:
+    """What became of each record since; of the others of such a step, that they are current."""
     newest = max((account.lineage for account in accounts.values() if account.lineage), key=lambda one: one[-1],
                  default=BEGINNING)  # fmt: skip
     last: dict[int, int] = {}
