@@ -18,7 +18,7 @@ from auditor.comparison.permutation import explain_order
 from auditor.comparison.power import power_of
 from auditor.comparison.precision import COARSENED, data_parallel, narrowed, share_coarse
 from auditor.comparison.replaying import Left, left_over
-from auditor.comparison.rounding import IN_COMMON, Model, Motion, Threshold, of_moment, of_weight, uncertainty
+from auditor.comparison.rounding import IN_COMMON, TOKENS, Model, Motion, Threshold, of_moment, of_weight, uncertainty
 from auditor.comparison.softness import motion_of
 from auditor.comparison.vocabulary import in_common
 from auditor.model.catalog import Role, Tensor
@@ -220,6 +220,8 @@ class Bench:
             standing = Standing.BEYOND
         elif found.vague and strange:
             standing, row = Standing.BEYOND, replace(row, detail=_joined(row.detail, UNRELATED))
+        elif found.relative < relative <= found.unstated:
+            standing, row = Standing.UNDETERMINED, replace(row, detail=_joined(row.detail, TOKENS))
         elif found.vague:
             standing = Standing.UNDETERMINED
             row = replace(row, detail=_joined(row.detail, f"rounding may be {found.relative:.2g} of it: {VAGUE}"))
@@ -361,11 +363,10 @@ class Bench:
         shape, size = self.reference.tensors[first].shape, self.reference.size(first)
         known = self.noise.get((Role.FIRST_MOMENT, pair.name))
         noise, root = uncertainty(self.model, pair, shape, size, known), math.sqrt(math.prod(shape))
-        if not size and self.candidate.size(theirs):
-            # It got no gradient, the candidate some: of rounding alone Adam makes steps as long as any.
-            return Motion(2.0 * root, 0.0)
-        if second is None:
-            return Motion(noise * root, size)
+        lone = not size and self.candidate.size(theirs) > 0
+        if second is None or lone:
+            # Adamax and Lion step by one length whatever the gradient's, and Adam does where there is but rounding.
+            return Motion(2.0 * root, 0.0 if lone else root)
         if self.reference.source is None or self.reference.tensors[second].shape != shape:
             return Motion(2.0 * root, root)
         source = self.reference.source

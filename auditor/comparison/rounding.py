@@ -40,6 +40,16 @@ KERNEL_DIMS = 4
 UNSHOWN = "a convolution's sums run over pixels, which show in no shape: --tokens states images times pixels"
 _ROUTED = re.compile(r"experts?[._]|router|moe|block_sparse", re.IGNORECASE)
 """In names of experts, and of what chooses them."""
+KINKED = (
+    "gradients through convolutions and batch statistics jump where an activation lies as near to a kink (ReLU) as "
+    "rounding: reruns of the reference tell how far (--calibrate)"
+)
+UNSTATED = 2**20
+"""Terms that sums over the tokens of a batch may have where ``--tokens`` does not state how many there are."""
+TOKENS = "sums over up to 2^20 tokens a batch may round so far: --tokens states how many there are"
+NO_BOUND = "how far rounding leads this state of an optimizer apart is not derived: --calibrate"
+_NO_AVERAGES = ("step_size", "eta", "mu", "ax", "acc_delta", "mu_product")
+"""State that is no average of gradients or of their squares, by the last part of its name."""
 ACCUMULATOR = "float32"
 """In which matrix products are summed, whatever the dtype of their factors."""
 
@@ -62,6 +72,9 @@ class Threshold:
     stored: bool = False
     """Whether it is that of one set of weights, stored twice: of weights that were trained apart it tells nothing."""
 
+    unstated: float = 0.0
+    """Up to which difference it may be rounding in longer sums than those that are known of."""
+
     @property
     def vague(self) -> bool:
         """Whether rounding may be so large that a difference within it tells nothing."""
@@ -72,7 +85,7 @@ class Threshold:
         """From here on a difference is beyond rounding. What unrelated tensors show is no rounding, either."""
         if self.stored:
             return max(self.relative, IN_COMMON * self.unrelated)
-        most = self.relative * self.suspicious
+        most = max(self.relative * self.suspicious, self.unstated)
         return most if self.vague else min(most, self.unrelated)
 
 
@@ -115,6 +128,10 @@ class Model:
     """Whether routers send tokens to experts."""
     unshown: bool = False
     """Whether sums run over pixels, of which there may be any number, and ``num_terms`` is not stated."""
+    kinked: bool = False
+    """Whether it normalises convolutions by statistics of the batch."""
+    narrow: DType | None = None
+    """The dtype of gradients, where that is the weights' own and narrower than float32."""
 
     def depth(self, name: str) -> int:
         """Layers that an error passes on its way back from the loss to this one, itself included."""
@@ -123,10 +140,15 @@ class Model:
             return len(self.layers) - self.layers.index(number)
         return len(self.layers) + 1
 
-    def gradient(self, name: str, shape: Sequence[int]) -> tuple[float, str]:
-        """The expected relative round-off of a gradient, and its derivation."""
-        own, sums = self.compute.epsilon, DTYPES[ACCUMULATOR].epsilon / 2
-        terms = max([*shape, self.num_terms, 1])
+    def gradient(self, name: str, shape: Sequence[int], num_terms: int = 0) -> tuple[float, str]:
+        """The expected relative round-off of a gradient, and its derivation; ``num_terms``: instead of those stated.
+
+        Gradients of biases and norms are sums over tokens by no matrix product: kernels, and microbatches one after the
+        other, add them up in the gradients' own dtype.
+        """
+        summed = self.narrow if self.narrow and len(shape) < 2 else DTYPES[ACCUMULATOR]
+        own, sums = self.compute.epsilon, summed.epsilon / 2
+        terms = max([*shape, num_terms or self.num_terms, 1])
         grown = GROWTH ** self.depth(name)
         found = (ROUNDINGS * own + CONFIDENCE * math.sqrt(terms) * sums) * grown
         text = (
@@ -175,7 +197,8 @@ def model_of(
         DTYPES[compute] if compute else lowest, num_steps, layers, _levels(reference), num_terms,
         learning_rate or max(rates, default=None), _betas(reference), _epsilon(reference), masters,
         counted_steps(reference) or num_steps, trained, _whole(reference), any(map(_ROUTED.search, names)),
-        not num_terms and _convolves(reference),
+        not num_terms and _convolves(reference), _convolves(reference) and _normalises(reference),
+        lowest if lowest.bits < 32 and not masters else None,
     )  # fmt: skip
 
 
@@ -202,8 +225,18 @@ def _convolves(holding: Holding) -> bool:
     return 2 * sum(count >= KERNEL_DIMS for count in dims) > len(dims)
 
 
+def _normalises(holding: Holding) -> bool:
+    """Whether a module keeps a running variance of the batch."""
+    return any(tensor.role is Role.BUFFER and tensor.name.endswith("running_var") for tensor in holding.tensors)
+
+
 def _epsilon(holding: Holding) -> float | None:
-    found = [group.hyperparameters.get("eps") for group in holding.groups]
+    """Of Adam; None where it is recorded of an optimizer that steps otherwise (RAdam, as torch records it)."""
+    found = [
+        group.hyperparameters.get("eps") for group in holding.groups
+        if not {"decoupled_weight_decay"} <= group.hyperparameters.keys()
+        or {"amsgrad", "momentum_decay"} & group.hyperparameters.keys()
+    ]  # fmt: skip
     return next((float(eps) for eps in found if isinstance(eps, (int, float)) and 0 <= eps < 1), None)
 
 
@@ -242,11 +275,18 @@ def of_moment(model: Model, pair: Pair, dtype: DType, shape: Sequence[int], size
     """
     if model.unshown:
         return UNSHOWN
+    if model.kinked and pair.role is not Role.BUFFER:
+        return KINKED
+    kind = pair.name.rpartition(".")[2] if pair.role is Role.MOMENT else ""
+    if kind in _NO_AVERAGES or (kind == "sum" and model.num_steps > 1):
+        return NO_BOUND
     if model.whole and model.num_steps > 1:
         return (
             "updates are made of whole matrices: how far weights, and gradients after them, may be apart is not derived"
         )
     share, text = model.gradient(pair.name, shape)
+    is_known = model.num_terms or pair.role is Role.BUFFER
+    longer = 0.0 if is_known else model.gradient(pair.name, shape, UNSTATED)[0] / share
     jump = model.jump(pair.name, share)
     if pair.role is Role.SECOND_MOMENT:
         share, jump, text = 2 * share, 2 * jump, f"2·{text}"
@@ -260,7 +300,7 @@ def of_moment(model: Model, pair: Pair, dtype: DType, shape: Sequence[int], size
     if floor > size:
         share, text = share * floor / size, f"{text}·{floor / size:.3g} (small beside its layer)"
     if not jump:
-        return Threshold(share, text, "derived")
+        return Threshold(share, text, "derived", unstated=longer * share)
     beyond = SUSPICIOUS * share + JUMPS * jump
     text = f"{text} + {jump:.2g} (tokens that change their expert)"
     return Threshold(share + jump, text, "derived", suspicious=beyond / (share + jump))
@@ -297,8 +337,8 @@ def of_weight(model: Model, dtype: DType, size: float, spread: float, motion: Mo
         return "the reference is zero"
     if model.learning_rate is None:
         return "no learning rate is recorded, so it is not known how far a step leads apart: --learning-rate states it"
-    if model.unshown:
-        return UNSHOWN
+    if model.unshown or model.kinked:
+        return UNSHOWN if model.unshown else KINKED
     steps = max(1.0, model.num_steps)
     apart = steps * model.learning_rate * motion.apart / size
     walked = math.sqrt(steps) * model.learning_rate * motion.moved / size

@@ -83,3 +83,61 @@ def test_signs_that_rounding_flipped_are_no_other_order(tmp_path, how, standing)
         for at, w in enumerate((own, other))
     ]
     assert standing_of(compared(*sides), "bias") is standing
+
+
+def moments_apart(folder, apart, role="first_moment", name="layers.0.up.bias", form=np.float32):
+    """Two saves after one step of which one moment differs by so much of itself."""
+    drawn, sides = np.random.default_rng(6), []
+    w, g = drawn.normal(0, 0.1, (32, 32)), drawn.normal(0, 1e-2, (32, 32))
+    noise = drawn.normal(0, apart, 32)
+    for at in range(2):
+        tensors = {("parameter", "layers.0.up.weight"): w, ("first_moment", "layers.0.up.weight"): g}
+        tensors |= {("parameter", "layers.0.up.bias"): w[0], (role, name): 1e-2 * (1 + at * noise)}
+        sides.append(write_step(folder / str(at), 1, {key: form(v) for key, v in tensors.items()}))
+    return sides
+
+
+def of_role(found, role):
+    return next(row for row in found.steps[0].rows if row.pair.role.value == role and row.amount)
+
+
+@pytest.mark.parametrize(
+    ("apart", "tokens", "standing"),
+    [(1e-5, 0, Standing.UNDETERMINED), (1e-5, 16384, Standing.ROUNDING), (1e-3, 0, Standing.BEYOND)],
+)
+def test_how_many_tokens_a_bias_sums_over_shows_in_no_shape(tmp_path, apart, tokens, standing):
+    row = of_role(compared(*moments_apart(tmp_path, apart), tokens=tokens), "first_moment")
+    assert row.standing is standing
+    assert ("--tokens" in row.detail) is (standing is Standing.UNDETERMINED)
+
+
+@pytest.mark.parametrize(("tokens", "standing"), [(1536, Standing.UNDETERMINED), (0, Standing.UNDETERMINED)])
+def test_biases_are_summed_in_the_dtype_of_their_gradients(tmp_path, tokens, standing):
+    """In pure bfloat16; where weights are of float32, or have masters, gradients are summed in float32."""
+    sides = moments_apart(tmp_path / "narrow", 0.2, form=bfloat16)
+    assert of_role(compared(*sides, tokens=tokens), "first_moment").standing is standing
+    sides = moments_apart(tmp_path / "wide", 0.2)
+    assert of_role(compared(*sides, tokens=tokens, compute="bfloat16"), "first_moment").standing is Standing.BEYOND
+
+
+@pytest.mark.parametrize("buffer", ["running_var", "running_mean"])
+def test_batch_statistics_behind_convolutions_are_not_derived(tmp_path, buffer):
+    drawn, sides = np.random.default_rng(6), []
+    w = drawn.normal(0, 0.1, (8, 4, 3, 3))
+    for at in range(2):
+        moment = w * (1 + at * drawn.normal(0, 1e-3, w.shape))
+        tensors = {("parameter", "conv.weight"): w, ("first_moment", "conv.weight"): moment}
+        tensors["buffer", f"norm.{buffer}"] = np.full(8, 1 + 0.1 * at)
+        sides.append(write_step(tmp_path / str(at), 1, {key: np.float32(v) for key, v in tensors.items()}))
+    found = compared(*sides, tokens=4096)
+    kinked = buffer == "running_var"
+    assert of_role(found, "first_moment").standing is (Standing.UNDETERMINED if kinked else Standing.BEYOND)
+    assert of_role(found, "buffer").standing is Standing.BEYOND
+
+
+@pytest.mark.parametrize("state", ["step_size", "square_avg"])
+def test_state_that_is_no_average_of_gradients_has_no_bound(tmp_path, state):
+    """Rprop's step sizes double or halve where a gradient that is rounding changes its sign."""
+    sides = moments_apart(tmp_path, 0.3, role="moment", name=f"layers.0.up.bias.{state}")
+    standing = of_role(compared(*sides), "moment").standing
+    assert standing is (Standing.UNDETERMINED if state == "step_size" else Standing.BEYOND)

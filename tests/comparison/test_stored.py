@@ -392,7 +392,7 @@ def test_updates_of_whole_matrices_are_not_derived(tmp_path, recorded):
         }, groups=[group])
         for number, found in enumerate((WEIGHTS, nearby(WEIGHTS, 1e-4)))
     ]  # fmt: skip
-    standings = {row.standing for row in compared(*sides).steps[0].rows if row.pair.role.value == "moment"}
+    standings = {row.standing for row in compared(*sides, tokens=64).steps[0].rows if row.pair.role.value == "moment"}
     assert standings == {Standing.UNDETERMINED if recorded else Standing.BEYOND}
 
 
