@@ -236,7 +236,7 @@ def test_zero_to_fp32_is_held_against_masters(tmp_path):
 
 def test_a_flax_state_is_seen_as_torch_has_it():
     found = compared(
-        FIXTURES / "dcp" / "same_state" / "ddp_2", FIXTURES / "flax" / "same_weights", only=["up*", "down*"]
+        FIXTURES / "dcp" / "same_state" / "ddp_2", FIXTURES / "flax" / "same_weights" / "orbax", only=["up*", "down*"]
     )
     assert {row.standing for row in found.steps[0].rows} == {Standing.EQUAL}
     assert len(found.steps[0].rows) == 3
