@@ -26,8 +26,9 @@ FOREIGN = re.compile(
 
 _NUMBER = re.compile(r"(?P<word>[A-Za-z]*)(?P<gap>[-_=. ]?)(?P<number>\d+(?:\.\d+)?)", re.A)
 _STEPS = frozenset(
-    {"step", "steps", "globalstep", "iter", "iters", "iteration", "iterations", "it", "update", "updates"}
+    {"step", "steps", "globalstep", "iter", "iters", "iteration", "iterations", "it", "update", "updates", "ba"}
 )
+"""Composer counts batches: ``ep0-ba10-rank0.pt``."""
 _EPOCHS = frozenset({"epoch", "epochs", "ep"})
 _CHANGING = _STEPS | _EPOCHS | {"checkpoint"}
 """Numbers behind these are others in every save; fairseq's ``checkpoint_<epoch>_<update>.pt`` has two."""

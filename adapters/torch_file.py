@@ -3,6 +3,7 @@
     model_10.pt, model_20.pt, …                    files of one folder whose names differ in the step
     epoch=1-step=100.ckpt                          Lightning's; checkpoint-10.pth.tar: timm's
     step_10/checkpoint.pt, step_20/checkpoint.pt   a folder a step, with one file that holds a model
+    step_10/model.pt, step_10/optim.pt             and perhaps others with the state of its optimizer
     last.ckpt, model_best.pt                       files by themselves, without a number
     ckpt_10.pt, optim_10.pt; G_10.pth, D_10.pth    files of one step, by their numbers
 
@@ -20,13 +21,22 @@ Source: the pattern is that of scripts; Lightning ``pytorch/callbacks/model_chec
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.file_sets import joined
 from auditor.adapters.file_steps import MAX_BESIDE, Holds, file_series, matched, step_of_file
 from auditor.adapters.step_file import StepFile
-from auditor.adapters.step_names import FOREIGN, TORCH_SUFFIXES, StepName, is_likely, is_part, step_name
+from auditor.adapters.step_names import (
+    FOREIGN,
+    TORCH_SUFFIXES,
+    StepName,
+    called_as_optimizers,
+    is_likely,
+    is_part,
+    step_name,
+)
 from auditor.adapters.torch_file_set import SetReading, recognise_set
 from auditor.adapters.torch_per_rank.catalog import PerRankReading
 from auditor.adapters.torch_per_rank.files import NAME, STEPS, Series, holds_model, rank_state, recorded, state_alone
@@ -94,6 +104,10 @@ class TorchFiles:
             return SetReading(store, folder, options).catalog(match.step, self.name)
         names = list(folder.files) if folder.alone else _candidates(folder)
         found = names if len(names) == 1 else [file.name for file in _models(store, folder, names)]
+        if states := _states(store, folder, [name for name in names if name not in found]):
+            together = replace(folder, files={name: folder.files[name] for name in (*found, *states)})
+            beside = [entry.name for name, entry in folder.files.items() if name not in together.files]
+            return SetReading(store, together, options).catalog(match.step, self.name, beside)
         part = folder.alone and is_part(found[0] or base_name(folder.path))
         series = Series(found[0], "", {0: found[0]}, whole=not part)
         return PerRankReading(store, folder, series, options).catalog(match.step, self.name)
@@ -113,6 +127,16 @@ def _models(store: Store, folder: Folder, names: Sequence[str]) -> list[StepFile
     opened = [StepFile.read(store, folder, name) for name in names]
     found = [file for file in opened if file.content is not None and holds_model(file)]
     return found or [file for file in opened if file.content is None and is_likely(file.name)]
+
+
+def _states(store: Store, folder: Folder, names: Sequence[str]) -> list[str]:
+    """Files that hold an optimizer's state alone; where they can't be read, those that are called so."""
+    opened = [StepFile.read(store, folder, name) for name in names]
+    return [
+        file.name
+        for file in opened
+        if (state_alone(file)[1] is not None if file.content is not None else called_as_optimizers(file.name))
+    ]
 
 
 def _holds(store: Store, folder: Folder) -> Holds | None:

@@ -141,8 +141,8 @@ class SetReading:
             self.states.append(_State(file, path, f"{file.name}:{saved}", state))
         return True
 
-    def catalog(self, step: int, format_name: str) -> Catalog:
-        """The Catalog of the step."""
+    def catalog(self, step: int, format_name: str, unclaimed: Sequence[str] = ()) -> Catalog:
+        """The Catalog of the step. ``unclaimed``: files beside these that are read by nobody."""
         for file in self.others:
             self.builder.file(file.as_rank_file(self.folder.place, EVERYWHERE))
         for state in self.states:
@@ -155,7 +155,7 @@ class SetReading:
                 self.builder.scalars.append(Scalar("global_steps", float(number), one.path))
         opaque = sum((model.opaque() for model in self.models), start=_opaque(self.states))
         mesh = self.models[0].grid.mesh if len(self.models) == 1 else NO_MESH
-        catalog = self.builder.build(step, self.folder.path, format_name, mesh, opaque, ())
+        catalog = self.builder.build(step, self.folder.path, format_name, mesh, opaque, unclaimed)
         lacks = ", ".join(self.folder.lacks)
         return replace(catalog, unseen=f"other saves have more files, here there is no {lacks}" if lacks else "")
 

@@ -135,13 +135,23 @@ def is_buffer(key: str, tensor: StoredTensor) -> bool:
 def rank_state(file: StepFile) -> RankState:
     """The model's and the optimizer's state of one file."""
     reader = PartReader()
-    state = _model(file, reader)
-    saved, kept = _saved_optimizer(file.tree)
+    within, tree = _where_kept(file.tree)
+    state = _model(tree, reader)
+    saved, kept = _saved_optimizer(tree)
     optimizer = indexed_state(_whole(kept, reader)) if state.found else None
     if optimizer:
         flat = [tensor for name, tensor in state.parameters().items() if _FLAT.fullmatch(name)]
         optimizer = _with_flat_state(optimizer, flat)
-    return replace(state, reader=reader, optimizer=optimizer, saved=f"{saved}.")
+    return replace(
+        state, path=f"{within}{state.path}", reader=reader, optimizer=optimizer, saved=f"{within}{saved}."
+    )  # fmt: skip
+
+
+def _where_kept(tree: Mapping[Any, Any]) -> tuple[str, Mapping[Any, Any]]:
+    """Where in a file the state dicts are, with a dot: Composer puts all under ``state``. And what is there."""
+    inside = tree.get("state")
+    nested = isinstance(inside, dict) and any(isinstance(inside.get(key), dict) for key in _MODELS)
+    return ("state.", inside) if nested and isinstance(inside, dict) else ("", tree)
 
 
 def state_alone(file: StepFile) -> tuple[str, IndexedState | None]:
@@ -159,6 +169,8 @@ def _saved_optimizer(tree: Mapping[Any, Any]) -> tuple[str, object]:
     kept = tree.get(key)
     if isinstance(kept, list):
         return (f"{key}.0", kept[0]) if len(kept) == 1 else (key, None)
+    if isinstance(kept, dict) and len(kept) == 1 and _has_form_of_optimizer(only := next(iter(kept.values()))):
+        return f"{key}.{next(iter(kept))}", only
     return key, kept
 
 
@@ -170,16 +182,16 @@ def _has_form_of_optimizer(value: object) -> bool:
     return isinstance(value.get("state"), dict) and isinstance(groups, list) and bool(groups)
 
 
-def _model(file: StepFile, reader: PartReader) -> RankState:
+def _model(tree: Mapping[Any, Any], reader: PartReader) -> RankState:
     # Of a finished training some keep the average alone, and None for the model.
-    averages_alone = any(file.tree.get(key, "") is None for key in _MODELS)
+    averages_alone = any(tree.get(key, "") is None for key in _MODELS)
     for key in (_LIVE, *_MODELS, *(AVERAGES if averages_alone else ())):
-        inside = file.tree.get(key)
+        inside = tree.get(key)
         if isinstance(inside, dict) and (state := _state_dict(inside, f"{key}.", reader)).found:
             return state
-    state = _state_dict(file.tree, "", reader)
-    distributed = any(map(is_part, file.tree.values()))
-    return state if 2 * len(state.model) > len(file.tree) or distributed else RankState()
+    state = _state_dict(tree, "", reader)
+    distributed = any(map(is_part, tree.values()))
+    return state if 2 * len(state.model) > len(tree) or distributed else RankState()
 
 
 def holds_model(file: StepFile) -> bool:

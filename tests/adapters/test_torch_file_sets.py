@@ -86,11 +86,19 @@ def ranks_by_epoch(folder, saves, step):
         torch.save(content, folder / f"rank{rank}_epoch{step // 10}.pt")
 
 
+def composer(folder, saves, step):
+    """Composer's one file, hand-made after its ``composer/core/state.py``: it needs an older torch."""
+    model, optimizer = saves[step][0]
+    state = {"model": model, "optimizers": {"AdamW": optimizer}, "timestamp": {"Timestamp": {"batch": step}}}
+    torch.save({"state": state, "rng": [{"torch": torch.get_rng_state()}]}, folder / f"ep0-ba{step}-rank0.pt")
+
+
 LAYOUTS = {
     pair: ("ckpt_30.pt", "torch-file", 2), wrapped_pair: ("model_0030.pt", "torch-file", 2),
     gan: ("D_30.pth", "torch-file", 2), gan_of_four: ("netD_epoch_30.pth", "torch-file", 4),
     averaged: ("model_30.pt", "torch-file", 2), ranks: ("step_30_rank_0.pt", "torch-per-rank", 2),
     ranks_by_epoch: ("rank0_epoch3.pt", "torch-per-rank", 2),
+    composer: ("ep0-ba30-rank0.pt", "torch-per-rank", 1),
 }  # fmt: skip
 
 
@@ -140,6 +148,22 @@ def test_files_of_one_save_are_one_step(saved, layout):
     assert (newest.path, newest.format, report.runs[0].last_good.step) == (path, name, 30)
     assert len(catalog(run).files) == num_files
     assert report.runs[0].coverage.num_bytes_total == sum(file.stat().st_size for file in run.iterdir())
+
+
+def test_a_folder_a_step_with_the_optimizer_in_a_file_of_its_own(tmp_path, trained):
+    for step in STEPS:
+        folder = tmp_path / f"step{step}"
+        folder.mkdir()
+        model, optimizer = trained[step][0]
+        torch.save(model, folder / "model.pt")
+        torch.save(optimizer, folder / "optim.pt")
+        torch.save({"step": step, "rng": torch.get_rng_state()}, folder / "train.pt")
+    assert found(audited(tmp_path)) == [("", [10, 20, 30], [])]
+    held = roles(tmp_path)
+    assert held[Role.FIRST_MOMENT] == dict.fromkeys(held[Role.PARAMETER], "step30/optim.pt")
+    optimizer = tmp_path / "step30" / "optim.pt"
+    optimizer.write_bytes(optimizer.read_bytes()[:-500])
+    assert found(audited(tmp_path)) == [("", [10, 20, 30], ["INT002"])]
 
 
 def test_what_is_saved_apart_is_what_is_saved_together(tmp_path, saved, trained):
