@@ -32,7 +32,6 @@ ROUNDING_OF_ZERO = "the reference is zero, and what the candidate has is no larg
 COMPUTED = "it follows from sizes alone, and is no part of what was trained"
 EXACT = Threshold(0.0, "numbers of this dtype are equal, or they are others", "derived")
 
-
 Contents = dict[tuple[Role, str, tuple[int, ...], Lanes], str]
 """Role, dtype, shape and digest to what a tensor is called."""
 Allowed = tuple[float, float]
@@ -241,11 +240,11 @@ class Bench:
             return self._explained(row, left)
         standing = Standing.BEYOND if left.relative > left.threshold.beyond else Standing.SUSPICIOUS
         margin = left.relative / left.threshold.relative
-        known = math.nan if row.threshold is None else row.margin
-        if row.standing in DIFFERENT or known > margin:
+        # Of another save's weights, which are wrong in any case, this tells by how much where their threshold is vague.
+        is_open = row.holds and row.threshold is not None and row.threshold.vague
+        if (row.standing in DIFFERENT and not is_open) or row.margin > margin:
             return row
         amount = replace(row.amount, relative=left.relative)
-        # Why nothing could be told of it before is no longer so.
         kept = "; ".join(part for part in row.detail.split("; ") if VAGUE not in part)
         detail = _joined(kept, "its own moments do not lead there from the weights that both sides had")
         return replace(row, standing=standing, amount=amount, threshold=left.threshold, detail=detail)
