@@ -18,6 +18,7 @@ from typing import Any
 
 from auditor.adapters.adapter import MAX_LOST, Folder
 from auditor.adapters.catalog_builder import CatalogBuilder
+from auditor.adapters.hugging_face.adapted import by_layers
 from auditor.adapters.optimizer_index import (
     Attached,
     IndexedState,
@@ -286,6 +287,8 @@ def _attached(state: IndexedState, listings: Listings) -> Attached:
         others = (consecutive, split_by_decay) if trainers is None or state.tensors else ()
         orders += [trainers, *(order(shapes, state) for order in others)]
         frozen += without_frozen(shapes, state)
+    if not listings.orders:
+        orders = [by_layers(listings.shapes, state)]
     found = attach(listings.shapes, state, orders, frozen)
     if found.reason and not listings.orders:
         return Attached({}, (), listings.unknown)

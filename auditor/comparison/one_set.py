@@ -34,9 +34,13 @@ NOT_NEAREST = "elements are not the nearest numbers of the narrower dtype, as th
 ONE_SIDED = "what differs is nearly all larger, or nearly all smaller: a factor or a cut-off, no rounding to nearest"
 _APART = (
     "more than one set of weights, stored twice, and less than weights that have nothing in common: how far training "
-    "leads apart is told by optimizer state on both sides, or by reruns of the reference (--calibrate)"
+    "leads apart is told by optimizer state that is known to be its own, on both sides, or by reruns of the reference "
+    "(--calibrate)"
 )
-_TRAINED = "trained apart, and without optimizer state on both sides nothing tells how far that may lead: --calibrate"
+_TRAINED = (
+    "trained apart, and without optimizer state that is known to be its own, on both sides, nothing tells how far that "
+    "may lead: --calibrate"
+)
 
 
 def stored_twice(dtype: DType, spread: float) -> Threshold:

@@ -50,6 +50,8 @@ TOKENS = "sums over up to 2^20 tokens a batch may round so far: --tokens states 
 NO_BOUND = "how far rounding leads this state of an optimizer apart is not derived: --calibrate"
 _NO_AVERAGES = ("step_size", "eta", "mu", "ax", "acc_delta", "mu_product")
 """State that is no average of gradients or of their squares, by the last part of its name."""
+_UNKNOWN = "optimizer.state."
+"""Before the number of a parameter of which no name is known."""
 ACCUMULATOR = "float32"
 """In which matrix products are summed, whatever the dtype of their factors."""
 
@@ -249,7 +251,12 @@ def counted_steps(holding: Holding) -> float:
 
 
 def _place(name: str) -> str:
-    """The layer of a tensor; where layers have no numbers, its module (of a bias, that of its weight)."""
+    """The layer of a tensor; where layers have no numbers, its module (of a bias, that of its weight).
+
+    Of state whose weight is not known all lies in one.
+    """
+    if name.startswith(_UNKNOWN):
+        return _UNKNOWN
     number = layer(name)
     return number if number != name else module_of(name) or name
 
