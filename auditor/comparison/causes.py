@@ -102,8 +102,8 @@ def _factor(
     pair: Pair, found: Distance, limit: float, setting: Setting, *, copied: bool
 ) -> Iterator[Explanation]:  # fmt: skip
     factor = found.factor
-    # One number is a multiple of any other.
-    if not math.isfinite(factor) or found.num_summed < 2:
+    # One number is a multiple of any other; an average of activations is no gradient.
+    if not math.isfinite(factor) or found.num_summed < 2 or pair.role is Role.BUFFER:
         return
     left = found.beside_factor * math.sqrt(found.candidate / found.reference)
     rest = left / found.relative

@@ -16,7 +16,7 @@ from auditor.comparison.holding import Holding, Key
 from auditor.comparison.judging import Allowed, Bench, Contents
 from auditor.comparison.lockstep import Distance
 from auditor.comparison.matching import Matching, match, tied_to
-from auditor.comparison.one_set import WEIGHTS, is_adapter, one_sets
+from auditor.comparison.one_set import WEIGHTS, is_adapter, one_sets, with_statistics
 from auditor.comparison.outcome import PROVED, SUSPECT, Compared, Comparison, Standing, StepComparison
 from auditor.comparison.precision import told_of_coarse
 from auditor.comparison.proposal import Proposed, propose
@@ -214,8 +214,9 @@ class _UnderWay:
                 row = bench.coarse(bench.replayed(row))
             rows.append(_tied(row, left, right, matched))
         factor = common_factor([*measures.values()])
-        rows = following(with_factor(_like_twins(rows, left, right), factor))
-        return self._settled(bench, rows, {at: apart for at, (_, apart) in measures.items()}), factor
+        apart_by_row = {at: apart for at, (_, apart) in measures.items()}
+        rows = following(with_factor(_like_twins(rows, left, right), factor, apart_by_row))
+        return self._settled(bench, rows, apart_by_row), factor
 
     def _settled(self, bench: Bench, rows: list[Compared], measures: Mapping[int, Distance]) -> list[Compared]:
         """The rows, as all together let them stand, and with what would have been found where that is asked."""
@@ -225,7 +226,7 @@ class _UnderWay:
             own.settled(row, bench.narrower(row.pair), one_dtype=bench.one_dtype(row.pair))
             if row.amount and (own := same[is_adapter(row)]) else row for row in rows
         ]  # fmt: skip
-        rows = rejoined(rows, bench.reference, bench.candidate)
+        rows = with_statistics(rejoined(rows, bench.reference, bench.candidate))
         if self.choices.power:
             rows = [bench.powered(row, measures.get(at), same[is_adapter(row)]) for at, row in enumerate(rows)]
         wrong = {row.pair.name for row in rows if row.pair.role is Role.FIRST_MOMENT and row.standing in SUSPECT}

@@ -6,11 +6,14 @@ import math
 from collections.abc import Sequence
 
 from auditor.comparison.matching import COMPARED
-from auditor.comparison.outcome import Compared, Course, Growing, Standing, StepComparison
+from auditor.comparison.outcome import Amount, Compared, Course, Growing, Standing, StepComparison
 from auditor.model.catalog import Role
 
 JUMPS = 30.0
 """Larger than the step before by this factor, beyond what steps between two saves can make of rounding: a jump."""
+
+HALF = 0.5
+"""Of a difference, as a length."""
 
 
 def growing(steps: Sequence[StepComparison]) -> tuple[Growing, ...]:
@@ -27,7 +30,11 @@ def _of_role(role: Role, steps: Sequence[StepComparison]) -> Growing | None:
         return None
     bad = [step for step, own in rows.items() if any(row.standing is Standing.BEYOND for row in own)]
     if not bad:
-        return Growing(role, Course.AGREES, tuple(points))
+        _, most = max(rows.items(), key=lambda step: size_of(step[1]))
+        within = [row for row in most if row.standing is not Standing.UNDETERMINED]
+        # What is undetermined is no rounding: where it is most of what differs, rounding does not explain the course.
+        course = Course.AGREES if _apart(within) > HALF * _apart(most) else Course.OPEN
+        return Growing(role, course, tuple(points))
     first = [step for step, _ in points].index(bad[0])
     before, now = points[first - 1][1] if first else 0.0, points[first][1]
     if not before or now > JUMPS * before:
@@ -39,6 +46,13 @@ def _of_role(role: Role, steps: Sequence[StepComparison]) -> Growing | None:
 
 def size_of(rows: Sequence[Compared]) -> float:
     """Relative Frobenius norm of the difference of several tensors taken as one."""
-    own = [row.amount for row in rows if row.amount is not None and math.isfinite(row.amount.relative)]
-    length = math.hypot(*(amount.length for amount in own))
-    return math.hypot(*(amount.relative * amount.length for amount in own)) / length if length else 0.0
+    length = math.hypot(*(amount.length for amount in _finite(rows)))
+    return _apart(rows) / length if length else 0.0
+
+
+def _apart(rows: Sequence[Compared]) -> float:
+    return math.hypot(*(amount.relative * amount.length for amount in _finite(rows)))
+
+
+def _finite(rows: Sequence[Compared]) -> list[Amount]:
+    return [row.amount for row in rows if row.amount is not None and math.isfinite(row.amount.relative)]

@@ -22,7 +22,7 @@ from auditor.comparison.rounding import IN_COMMON, TOKENS, Model, Motion, Thresh
 from auditor.comparison.softness import motion_of
 from auditor.comparison.vocabulary import in_common
 from auditor.model.catalog import Role, Tensor
-from auditor.model.dtype import DTYPES, DType
+from auditor.model.dtype import DTYPES, DType, Kind
 from auditor.view.assemble import SourceLostError
 
 COARSE = 0.99
@@ -67,6 +67,9 @@ class Bench:
             if padded is not None:
                 return padded, None
             return replace(row, standing=Standing.SHAPE, detail=_shapes(left.shape, right.shape)), None
+        if (left.dtype.kind is Kind.COMPLEX) is not (right.dtype.kind is Kind.COMPLEX):
+            kinds = f"numbers of other kinds: {left.dtype.name} against {right.dtype.name}"
+            return replace(row, standing=Standing.BEYOND, detail=kinds), None
         own, theirs = self.reference.distinct(pair.reference), self.candidate.distinct(pair.candidate)
         if not own or not theirs:
             side = "reference" if not own else "candidate"

@@ -26,6 +26,10 @@ MOMENTS = (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT)
 WEIGHTS = (Role.PARAMETER, Role.MASTER, Role.EMA)
 _ADAPTER = re.compile(r"(?:^|[._])(?:lora|dora|hada|lokr|oft|ia3|vera|adapters?|prompt_encoder)(?:[._]|$)")
 """In names of PEFT's and other libraries' adapters."""
+_STATISTICS = re.compile(r"(?:^|\.)(?:running|moving)_(?:mean|var|variance)$")
+"""What normalisation over batches keeps of activations."""
+NO_ROUNDING = 0.01
+"""Relative difference of averages of the same activations that no order of adding them up makes."""
 _OPEN = (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.UNDETERMINED)
 SAME_NUMBERS = "equal as numbers"
 UNRELATED = "it has no more in common with the reference than unrelated weights have"
@@ -100,6 +104,24 @@ class OneSet:
             return replace(row, standing=standing, threshold=threshold, detail=f"{detail}; {how}")
         standing = Standing.SUSPICIOUS if threshold.relative > SAYS_NOTHING * amount.spread else Standing.ROUNDING
         return replace(row, standing=standing, threshold=threshold, detail=detail)
+
+
+def with_statistics(rows: Sequence[Compared]) -> list[Compared]:
+    """The rows, with averages of activations beyond rounding that differ where all that was trained is equal.
+
+    Weights and moments that are equal in every bit were trained by equal activations.
+    """
+    trained = [row for row in rows if row.pair.role in (*WEIGHTS, *MOMENTS)]
+    if not trained or any(row.standing is not Standing.EQUAL for row in trained):
+        return list(rows)
+    detail = "all weights and moments are equal in every bit, and so were activations: their averages are not"
+    return [
+        replace(row, standing=Standing.BEYOND, detail=detail)
+        if row.pair.role is Role.BUFFER and row.standing in _OPEN and row.amount is not None
+        and row.amount.relative > NO_ROUNDING and _STATISTICS.search(row.pair.name)
+        else row
+        for row in rows
+    ]  # fmt: skip
 
 
 def is_adapter(row: Compared) -> bool:

@@ -122,7 +122,8 @@ class Compared:
     def severity(self) -> Severity | None:
         """How bad it is; None where nothing is wrong."""
         if self.standing in DIFFERENT:
-            minor = self.pair.role in (Role.BUFFER, Role.COUNTER) and self.standing is not Standing.BEYOND
+            minor = self.pair.role in (Role.BUFFER, Role.COUNTER)
+            minor = minor and self.standing not in (Standing.BEYOND, Standing.REORDERED)
             minor = minor or (self.computed and self.standing in (Standing.LACKING, Standing.EXTRA))
             # A converter that keeps more state than there was (masters of tied names) takes nothing away.
             more = self.standing is Standing.EXTRA and self.pair.role is not Role.PARAMETER
@@ -173,6 +174,7 @@ class Course(enum.Enum):
     JUMP = "a jump"
     STEADY = "of steady size"
     AGREES = "within rounding throughout"
+    OPEN = "undetermined"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -57,20 +57,38 @@ def common_factor(measured: Sequence[tuple[Compared, Distance]]) -> CommonFactor
     spread = TO_DEVIATION * median(abs(factor - middle) for factor in factors)
     usual = median(row.threshold.relative for row, _ in own if row.threshold is not None)
     away = abs(middle - 1)
-    return CommonFactor(middle, spread, len(own)) if away > max(DEVIATIONS * spread, SHARE * usual) else None
+    count = sum(_shares(factor, middle) for factor in factors)
+    return CommonFactor(middle, spread, count) if away > max(DEVIATIONS * spread, SHARE * usual) else None
 
 
-def with_factor(rows: Sequence[Compared], found: CommonFactor | None) -> list[Compared]:
-    """The rows, with first moments beyond rounding where all share a factor."""
+def with_factor(
+    rows: Sequence[Compared], found: CommonFactor | None, measures: Mapping[int, Distance]
+) -> list[Compared]:  # fmt: skip
+    """The rows, with first moments beyond rounding that share a factor; by row, ``measures`` of those that differ.
+
+    What is as near to the reference as rounding lets it be stands as it is: where the gradients of some layers are
+    twice what they were, those of the others aren't.
+    """
     if found is None:
         return list(rows)
     detail = f"like the others, {found.factor:.6g} times the reference (spread over tensors {found.spread:.1g})"
     return [
-        replace(row, standing=Standing.BEYOND, detail=f"{row.detail}; {detail}" if row.detail else detail)
-        if row.pair.role is Role.FIRST_MOMENT and row.standing in (Standing.ROUNDING, Standing.SUSPICIOUS)
+        replace(row, standing=Standing.BEYOND, detail=_joined(row, detail))
+        if at in measures and row.pair.role is Role.FIRST_MOMENT and row.threshold is not None
+        and row.standing in _OPEN and _shares(measures[at].factor, found.factor)
         else row
-        for row in rows
-    ]
+        for at, row in enumerate(rows)
+    ]  # fmt: skip
+
+
+def _joined(row: Compared, detail: str) -> str:
+    # That rounding may be as large is beside the point where all share one factor.
+    return detail if row.standing is Standing.UNDETERMINED or not row.detail else f"{row.detail}; {detail}"
+
+
+def _shares(own: float, common: float) -> bool:
+    """Whether a tensor's factor is rather the common one than one."""
+    return abs(own - common) < abs(own - 1)
 
 
 def following(rows: Sequence[Compared]) -> list[Compared]:
@@ -86,7 +104,7 @@ def following(rows: Sequence[Compared]) -> list[Compared]:
     return [
         replace(row, standing=Standing.UNDETERMINED, detail=FOLLOWS)
         if row.pair.role is Role.BUFFER and row.standing in (Standing.BEYOND, Standing.SUSPICIOUS) and row.amount
-        and row.amount.relative * row.amount.length <= limits.get(row.amount.num_elements, 0.0)
+        and 0 < row.amount.relative * row.amount.length <= limits.get(row.amount.num_elements, 0.0)
         else row
         for row in rows
     ]  # fmt: skip

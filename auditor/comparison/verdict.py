@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from auditor.comparison.outcome import DIFFERENT, PROVED, Comparison, Standing, StepComparison
+from auditor.comparison.together import FOLLOWS
 from auditor.model.catalog import Role
 from auditor.settings import Settings
 from auditor.verdict import ExitCode, ordered
@@ -35,14 +36,16 @@ def _unread(found: Comparison) -> bool:
 
 
 def undecided(step: StepComparison) -> bool:
-    """Whether it is not known how far something differs, or of no weight (no moment) that does what that means.
+    """Whether it is not known how far something differs, or of no weight (moment, buffer) that does what that means.
 
     Step by step: a step in which rounding explains a weight says nothing of what came into a later one.
     """
     if any(row.standing is Standing.UNDETERMINED and row.amount is None for row in step.rows):
         return True
-    kinds = (Role.PARAMETER, Role.MASTER), (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT)
-    differ = [row for row in step.rows if row.amount is not None and row.standing not in PROVED]
+    kinds = (Role.PARAMETER, Role.MASTER), (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT), (Role.BUFFER,)
+    # What follows a bias that normalisation takes out again is explained by it.
+    differ = [row for row in step.rows if row.amount is not None and row.standing not in PROVED
+              and row.detail != FOLLOWS]  # fmt: skip
     sorts = ([row.standing for row in differ if row.pair.role in kind] for kind in kinds)
     return any(sort and all(standing is Standing.UNDETERMINED for standing in sort) for sort in sorts)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from auditor.comparison.matching import module_of
 from auditor.comparison.outcome import PROVED, Compared, Comparison, Standing, StepComparison
@@ -85,9 +85,16 @@ def _modules(step: StepComparison, found: Comparison, verbose: bool) -> Iterator
         if verbose or _is_told(row):
             modules.setdefault(module_of(row.pair.name), {}).setdefault(row.pair.name, []).append(row)
     failing = {id(row) for row in found.failing(step)}
-    for name, tensors in list(modules.items())[: None if verbose else MAX_MODULES]:
+
+    def last(rows: Iterable[Compared]) -> int:
+        """What fails is shown first, then what is suspicious, else in model order: not all is shown."""
+        each = list(rows)
+        return 0 if any(id(row) in failing for row in each) else 2 - any(row.severity is not None for row in each)
+
+    places = sorted(modules.items(), key=lambda one: last(row for rows in one[1].values() for row in rows))
+    for name, tensors in places[: None if verbose else MAX_MODULES]:
         yield f"  {safe(name) or '(no module)'}"
-        for rows in list(tensors.values())[: None if verbose else MAX_TENSORS]:
+        for rows in sorted(tensors.values(), key=last)[: None if verbose else MAX_TENSORS]:
             yield from _tensor(rows, step, any(id(row) in failing for row in rows), verbose)
         if len(tensors) > MAX_TENSORS and not verbose:
             yield f"    … and {len(tensors) - MAX_TENSORS} more"
