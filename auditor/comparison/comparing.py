@@ -152,6 +152,7 @@ class _UnderWay:
         shared = shared_causes(rows, factor, Setting((left.mesh, right.mesh)))
         causes = self._with_recorded(own, shared.causes, bench, differing, rows)
         self._keep(own, bench, rows)
+        rows = self.views.doubted(rows)
         return StepComparison(
             own, theirs, (left.path, right.path), (left.format, right.format), tuple(rows), bench.model.num_steps,
             (*_notes(pairing), *told, *_coarsely(bench, rows)), (*left.failures, *right.failures),

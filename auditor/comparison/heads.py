@@ -8,8 +8,10 @@ from itertools import product
 
 from auditor.comparison.holding import Source
 from auditor.comparison.lockstep import Stored, measure
-from auditor.containers.damage import DamagedError, LimitError
+from auditor.containers.damage import DamagedError, LimitError, UnsupportedError
 from auditor.containers.json_document import read_json
+from auditor.containers.pickle_machine import Opaque
+from auditor.containers.torch_zip import read_torch_file
 from auditor.model.catalog import Role
 from auditor.model.name_map import NameRule, mapped
 from auditor.storage.store import StorageError, join
@@ -26,12 +28,18 @@ _KEYS = {
     "width": ("head_dim",), "hidden": ("hidden_size", "n_embd", "dim"), "vocabulary": ("vocab_size",),
 }  # fmt: skip
 """What Hugging Face (``config.json``) and Meta (``params.json``) call them."""
+_MEGATRON = {
+    "heads": "num_attention_heads", "groups": "num_query_groups", "width": "kv_channels", "hidden": "hidden_size",
+}  # fmt: skip
+"""What Megatron's arguments call them."""
+_WITH_ARGUMENTS = ("common.pt", "model_optim_rng.pt")
 
 
 def recorded_heads(*sources: Source) -> tuple[int, int, int] | None:
     """Query heads, groups of them that share a key, and a head's width, as the first of ``sources`` records them."""
     for source in sources:
         found = _sizes(source)
+        found = found if "heads" in found else _arguments(source)
         heads = found.get("heads", 0)
         width = found.get("width") or (found.get("hidden", 0) // heads if heads else 0)
         if heads and width:
@@ -56,6 +64,23 @@ def _sizes(source: Source) -> dict[str, int]:
             numbers = {what: next((found[key] for key in keys if key in found), 0) for what, keys in _KEYS.items()}
             return {what: value for what, value in numbers.items() if type(value) is int and 0 < value < MOST_HEADS}
     return {}
+
+
+def _arguments(source: Source) -> dict[str, int]:
+    """The same, of the arguments that Megatron keeps in its first file."""
+    names = [file.name for file in source.catalog.files if file.name.endswith(_WITH_ARGUMENTS)]
+    try:
+        with source.store.open(min(names, default="")) as handle:
+            tree = read_torch_file(handle).tree
+    except (StorageError, DamagedError, LimitError, UnsupportedError):
+        return {}
+    args = tree.get("args") if isinstance(tree, dict) else None
+    kept = args.attributes() if isinstance(args, Opaque) else args if isinstance(args, dict) else {}
+    if not kept.get("group_query_attention"):
+        # Then the number of groups is not used.
+        kept = {**kept, "num_query_groups": 0}
+    numbers = {what: kept.get(key) for what, key in _MEGATRON.items()}
+    return {what: value for what, value in numbers.items() if type(value) is int and 0 < value < MOST_HEADS}
 
 
 def divisors(*sizes: int) -> list[int]:

@@ -68,8 +68,7 @@ class Bench:
                 return padded, None
             return replace(row, standing=Standing.SHAPE, detail=_shapes(left.shape, right.shape)), None
         if (left.dtype.kind is Kind.COMPLEX) is not (right.dtype.kind is Kind.COMPLEX):
-            kinds = f"numbers of other kinds: {left.dtype.name} against {right.dtype.name}"
-            return replace(row, standing=Standing.BEYOND, detail=kinds), None
+            return replace(row, standing=Standing.BEYOND, detail=f"{left.dtype.name} against {right.dtype.name}"), None
         own, theirs = self.reference.distinct(pair.reference), self.candidate.distinct(pair.candidate)
         if not own or not theirs:
             side = "reference" if not own else "candidate"

@@ -10,10 +10,12 @@ from auditor.comparison.heads import recorded_heads
 from auditor.comparison.holding import Holding, Source
 from auditor.comparison.maps import MAPS
 from auditor.comparison.matching import EVERYTHING, Filter
+from auditor.comparison.outcome import PROVED, Compared, Standing
 from auditor.comparison.side import Seeing, Side
 from auditor.model.catalog import Catalog, Role
 from auditor.model.name_map import NameRule, mapped
 
+STATED = "put config.json (or params.json) with their number beside either side"
 Reader = Callable[[Seeing, bool], Holding]
 
 
@@ -26,6 +28,25 @@ class Views:
     notes: tuple[str, ...] = ()
     chosen: Filter = EVERYTHING
     """Of the tensors, those that are read."""
+    doubts: tuple[tuple[str, str], ...] = ()
+    """Patterns of names to what is taken for granted of such tensors, and recorded nowhere."""
+
+    def doubted(self, rows: Sequence[Compared]) -> list[Compared]:
+        """The rows, with tensors undetermined that are the same if heads lie as the numbers say, and nothing else does.
+
+        A conversion that cut all heads wrongly is equal as well, under another number of them.
+        """
+        found = []
+        for row in rows:
+            good = row.standing in (*PROVED, Standing.ROUNDING)
+            text = next(
+                (what for name, what in self.doubts if good and NameRule(name, (name,)).match(row.pair.name)), ""
+            )
+            doubt = f"the same numbers if {text}, which no configuration records: {STATED}"
+            found.append(
+                replace(row, standing=Standing.UNDETERMINED, amount=None, threshold=None, detail=doubt) if text else row
+            )
+        return found
 
     def seeing_reference(self, catalog: Catalog) -> Catalog:
         """A Catalog as the reference's is seen."""
@@ -103,7 +124,7 @@ def _both_ways(name: str, own: Source, theirs: Source) -> Iterator[tuple[int, Vi
 
 def _of_rules(name: str, own: Source, theirs: Source, rules: tuple[NameRule, ...]) -> Views:
     sides = [_scored(name, own, theirs, rules, mine) for mine in (False, True)]
-    return replace(max(sides, key=lambda side: side[0])[1], notes=())
+    return replace(max(sides, key=lambda side: side[0])[1], notes=(), doubts=())
 
 
 def _scored(name: str, own: Source, theirs: Source, rules: tuple[NameRule, ...], mine: bool) -> tuple[int, Views]:
@@ -111,9 +132,21 @@ def _scored(name: str, own: Source, theirs: Source, rules: tuple[NameRule, ...],
     count = _in_common(left, right)
     side = "reference" if mine else "candidate"
     note = f"map {name} on the {side}: {count} of {_count(left)} parameters against {_count(right)} have a counterpart"
-    if any(map(_of_heads, rules)) and recorded_heads(own, theirs) is None:
-        note += "; no configuration records the heads: how they lie is told by the numbers"
-    return count, Views(rules if mine else (), () if mine else rules, (note,))
+    doubts = tuple(_doubts(rules)) if recorded_heads(own, theirs) is None else ()
+    if doubts:
+        note += f"; no configuration records the heads: how they lie is told by the numbers ({doubts[0][1]})"
+    return count, Views(rules if mine else (), () if mine else rules, (note,), doubts=doubts)
+
+
+def _doubts(rules: Sequence[NameRule]) -> Iterator[tuple[str, str]]:
+    for rule in filter(_of_heads, rules):
+        # What is rotated is cut in halves of a head.
+        what = (
+            f"a head is {2 * rule.groups} wide"
+            if rule.within > 1
+            else f"heads lie in {rule.groups} group{'s' * (rule.groups > 1)}"
+        )
+        yield from ((name, what) for name in dict.fromkeys(rule.targets))
 
 
 def _of_heads(rule: NameRule) -> bool:

@@ -101,6 +101,26 @@ def test_megatron_as_llama_is_proved_equal_and_one_exchanged_layer_is_named(tmp_
     assert code(found) == 1
 
 
+@pytest.mark.parametrize(
+    ("recorded", "groups", "ending"), [(True, 2, 0), (True, 1, 1), (True, 4, 1), (False, 2, 3), (False, 4, 3)]
+)
+def test_heads_lie_as_a_configuration_has_them_and_are_open_where_none_does(tmp_path, recorded, groups, ending):
+    """Under the wrong number of groups a conversion that cut all heads so is equal: what fits proves nothing."""
+    drawn = np.random.default_rng(9)
+    parts = [drawn.integers(0x3C00, 0x3F00, (rows, 8)).astype(np.uint16) for rows in (16, 8, 8)]
+    embedding = drawn.integers(0x3C00, 0x3F00, (20, 8)).astype(np.uint16)
+    fused = np.concatenate([part.reshape(groups, -1, 8) for part in parts], axis=1).reshape(-1, 8)
+    own = {"embedding.word_embeddings.weight": embedding, "decoder.layers.0.self_attention.linear_qkv.weight": fused}
+    names = (f"model.layers.0.self_attn.{x}_proj.weight" for x in "qkv")
+    theirs = {"model.embed_tokens.weight": embedding, **dict(zip(names, parts, strict=True))}
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4} if recorded else {}
+    found = compared(hugging_face(tmp_path / "there", theirs, **sizes), write_step(tmp_path / "here", 1, own))
+    assert code(found) == ending
+    open_ones = found.steps[0].of(Standing.UNDETERMINED)
+    assert len(open_ones) == (0 if recorded else 3)
+    assert all(f"if heads lie in {groups} groups, which no" in row.detail for row in open_ones)
+
+
 NUMBER_OF_EXPERTS, WIDTH, INNER = 4, 8, 12
 
 
