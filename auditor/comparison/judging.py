@@ -21,7 +21,7 @@ from auditor.comparison.replaying import Left, left_over
 from auditor.comparison.rounding import IN_COMMON, TOKENS, Model, Motion, Threshold, of_moment, of_weight, uncertainty
 from auditor.comparison.softness import motion_of
 from auditor.comparison.vocabulary import in_common
-from auditor.model.catalog import Role, Tensor
+from auditor.model.catalog import Role
 from auditor.model.dtype import DTYPES, DType, Kind
 from auditor.view.assemble import SourceLostError
 
@@ -96,9 +96,12 @@ class Bench:
 
     def _lone(self, pair: Pair) -> Compared:
         if pair.reference is not None:
-            return _alone(Compared(pair, Standing.LACKING), self.reference.tensors[pair.reference])
-        shown = self.candidate.renamed.get(pair.name, "")
-        return _alone(Compared(pair, Standing.EXTRA, shown=shown), self.candidate.tensors[pair.candidate or 0])
+            row, tensor = Compared(pair, Standing.LACKING), self.reference.tensors[pair.reference]
+        else:
+            row = Compared(pair, Standing.EXTRA, shown=self.candidate.renamed.get(pair.name, ""))
+            tensor = self.candidate.tensors[pair.candidate or 0]
+        # A mask or a table of frequencies is no loss.
+        return replace(row, computed=True, detail=COMPUTED) if is_computed(tensor) else row
 
     def _equal(self, own: Sequence[int], theirs: Sequence[int]) -> bool:
         """Whether the replicas of both sides hold the same, also where those of one side drifted apart."""
@@ -380,11 +383,6 @@ def amount_of(apart: Distance) -> Amount:
         apart.relative, apart.num_differ, apart.num_elements, apart.largest, apart.first, apart.length,
         spread=apart.spread, num_far=apart.num_far, num_larger=apart.num_larger,
     )  # fmt: skip
-
-
-def _alone(row: Compared, tensor: Tensor) -> Compared:
-    """What one side alone has; a mask or a table of frequencies is no loss."""
-    return replace(row, computed=True, detail=COMPUTED) if is_computed(tensor) else row
 
 
 def _odd(amount: Amount) -> str:
