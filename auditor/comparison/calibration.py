@@ -137,6 +137,17 @@ class Reruns:
         )  # fmt: skip
 
 
+def at_least(calibrated: Threshold, derived: Threshold | str) -> Threshold:
+    """What reruns tell, or what is derived where that is more: a few reruns that differ by less refute no bound.
+
+    Tokens that change their expert, say, are others in every rerun, and few.
+    """
+    if isinstance(derived, str) or derived.relative <= calibrated.relative:
+        return calibrated
+    how = f"{derived.how}; reruns differ by less, {calibrated.how}"
+    return replace(derived, how=how, kind=calibrated.kind, num_runs=calibrated.num_runs)
+
+
 def _unrelated(weights: Sequence[_Apart], reference: Holding) -> bool:
     """Whether weights that differ, at least half of all, have nothing in common: they began otherwise."""
     count = {id(one): reference.tensors[one.pair.reference or 0].num_elements for one in weights}

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from auditor.comparison.averaged import told_of_mean
+from auditor.comparison.calibration import at_least
 from auditor.comparison.holding import Holding, Key, Lanes
 from auditor.comparison.lockstep import FEWEST, Distance, Stored, measure
 from auditor.comparison.matching import Pair, is_computed
@@ -317,9 +318,7 @@ class Bench:
         known = self.noise.get((pair.role, pair.name))
         if not weight:
             bound = of_moment(self.model, pair, self.narrower(pair), what.shape, amount.length)
-            # Tokens that change their expert are others in every rerun, and few: one without is no bound.
-            jumps = self.model.routed and isinstance(bound, Threshold) and known and bound.relative > known.relative
-            return bound if known is None or jumps else known
+            return bound if known is None else at_least(known, bound)
         motion = self.motion(pair)
         derived: Threshold | str = stored_twice(self.narrower(pair), amount.spread)
         if motion is not None:

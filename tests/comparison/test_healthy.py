@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from auditor.comparison.calibration import at_least
 from auditor.comparison.outcome import Standing
+from auditor.comparison.rounding import Threshold
 from tests.comparison.test_exact import compared
 from tests.comparison.test_stored import stateful
 from tests.comparison.tree import bfloat16, write_step
@@ -141,3 +143,9 @@ def test_state_that_is_no_average_of_gradients_has_no_bound(tmp_path, state):
     sides = moments_apart(tmp_path, 0.3, role="moment", name=f"layers.0.up.bias.{state}")
     standing = of_role(compared(*sides), "moment").standing
     assert standing is (Standing.UNDETERMINED if state == "step_size" else Standing.BEYOND)
+
+
+@pytest.mark.parametrize("reruns", [1e-4, 1e-2])
+def test_reruns_that_differ_by_less_refute_no_bound(reruns):
+    found = at_least(Threshold(reruns, "reruns", "calibrated", 2), Threshold(1e-3, "derived", "derived"))
+    assert (found.kind, found.num_runs, found.relative) == ("calibrated", 2, max(reruns, 1e-3))
