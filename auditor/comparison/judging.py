@@ -381,6 +381,7 @@ def amount_of(apart: Distance) -> Amount:
     return Amount(
         apart.relative, apart.num_differ, apart.num_elements, apart.largest, apart.first, apart.length,
         spread=apart.spread, num_far=apart.num_far, num_larger=apart.num_larger,
+        num_not_nearest=apart.num_not_rounded,
     )  # fmt: skip
 
 

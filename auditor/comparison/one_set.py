@@ -6,6 +6,7 @@ is equal in every bit, nothing was: what differs there is no noise of training.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,9 @@ SHARE = 0.5
 APART = 1000
 """Optimizer steps from which on equal moments say so. Runs that were trained apart keep many in their first steps: what
 differs by less than a computation in bfloat16 rounds is not seen by it (docs/rounding-bound.md)."""
+TWICE_ROUNDED = 1 / 16
+"""Of a tensor's elements, what a rounding in between moves to a number that is not the nearest: by way of float16 to
+bfloat16 (11 and 8 bits) the one in eight that comes to lie on a tie, of which half go the other way."""
 MOMENTS = (Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT)
 WEIGHTS = (Role.PARAMETER, Role.MASTER, Role.EMA)
 _ADAPTER = re.compile(r"(?:^|[._])(?:lora|dora|hada|lokr|oft|ia3|vera|adapters?|prompt_encoder)(?:[._]|$)")
@@ -99,9 +103,15 @@ class OneSet:
         if amount.num_far or amount.relative > threshold.relative:
             return replace(row, standing=Standing.BEYOND, threshold=threshold, detail=detail)
         if amount.num_far == 0 and (one_dtype or self.nearest):
-            standing = Standing.BEYOND if amount.one_sided else Standing.SUSPICIOUS
+            usual = TWICE_ROUNDED * amount.num_elements
+            many = amount.num_not_nearest > usual + 4 * math.sqrt(usual)
+            standing = Standing.BEYOND if amount.one_sided or many else Standing.SUSPICIOUS
             how = ONE_SIDED if amount.one_sided else ROUNDED_OTHERWISE if one_dtype else NOT_NEAREST
             return replace(row, standing=standing, threshold=threshold, detail=f"{detail}; {how}")
+        if amount.num_far == 0 and amount.one_sided:
+            # Where all was cut off, it is how this export was made: no rounding to nearest, and nobody's error alone.
+            detail = f"{detail}; {ONE_SIDED}"
+            return replace(row, standing=Standing.SUSPICIOUS, threshold=threshold, detail=detail)
         standing = Standing.SUSPICIOUS if threshold.relative > SAYS_NOTHING * amount.spread else Standing.ROUNDING
         return replace(row, standing=standing, threshold=threshold, detail=detail)
 

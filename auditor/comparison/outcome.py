@@ -50,6 +50,8 @@ class Amount:
     """How far elements lie from their own mean, relative to ``length``."""
     num_far: int = -1
     """Elements that are farther apart than one distance between numbers; -1 where that is not known."""
+    num_not_nearest: int = -1
+    """Elements that are not the wider side's number rounded to nearest, where dtypes differ."""
     num_larger: int = -1
     """Elements that are farther from zero in the candidate; -1 where that is not known."""
     estimated: bool = False

@@ -111,8 +111,9 @@ class Model:
     """Optimizer steps since both were equal."""
     layers: tuple[str, ...]
     """Numbers of layers in model order."""
-    levels: Mapping[tuple[Role, str], float]
-    """Role and layer (module, outside of layers) to the root mean square of the reference's elements."""
+    levels: Mapping[tuple[Role, str, bool], float]
+    """Role and layer (module, outside of layers), and whether of matrices alone, to the root mean square of the
+    reference's elements."""
     num_terms: int = 0
     """Terms of the longest sum that no shape shows (tokens a batch), where they are stated."""
     learning_rate: float | None = None
@@ -170,14 +171,17 @@ class Model:
             return 0.0
         return math.sqrt(share) * (1.0 if _ROUTED.search(name) else DENSE)
 
-    def floor(self, role: Role, name: str, num_elements: int) -> float:
-        """Length that a tensor of this size has where its elements are as large as its layer's."""
-        return self.levels.get((role, _place(name)), 0.0) * math.sqrt(num_elements)
+    def floor(self, role: Role, name: str, shape: Sequence[int]) -> float:
+        """Length that a tensor of this shape has where its elements are as large as its layer's.
+
+        A matrix is held against matrices: where a layer's branches are scaled by a small vector (LayerScale), that
+        vector's own gradient is larger by its inverse, and no sum of which theirs are a rest.
+        """
+        return self.levels.get((role, _place(name), len(shape) > 1), 0.0) * math.sqrt(math.prod(shape))
 
     def rounds(self, pair: Pair, shape: Sequence[int], largest: float) -> bool:
         """Whether elements of a moment up to ``largest`` are what rounding makes of zero beside its layer's."""
-        count = math.prod(shape)
-        floor = self.floor(pair.role, pair.name, count) / math.sqrt(max(1, count))
+        floor = self.floor(pair.role, pair.name, shape) / math.sqrt(max(1, math.prod(shape)))
         return largest <= self.gradient(pair.name, shape)[0] * floor
 
 
@@ -261,13 +265,14 @@ def _place(name: str) -> str:
     return number if number != name else module_of(name) or name
 
 
-def _levels(holding: Holding) -> dict[tuple[Role, str], float]:
-    """The root mean square over all elements of one role in one layer or module."""
-    squares: dict[tuple[Role, str], list[float]] = {}
+def _levels(holding: Holding) -> dict[tuple[Role, str, bool], float]:
+    """The root mean square over all elements of one role in one layer or module (False), and over its matrices'."""
+    squares: dict[tuple[Role, str, bool], list[float]] = {}
     for number, tensor in enumerate(holding.tensors):
-        total = squares.setdefault((tensor.role, _place(tensor.name)), [0.0, 0.0])
-        total[0] += holding.size(number) * holding.size(number)
-        total[1] += tensor.num_elements
+        for matrices in (False, True) if len(tensor.shape) > 1 else (False,):
+            total = squares.setdefault((tensor.role, _place(tensor.name), matrices), [0.0, 0.0])
+            total[0] += holding.size(number) * holding.size(number)
+            total[1] += tensor.num_elements
     return {
         key: math.sqrt(square / count) for key, (square, count) in squares.items() if 0 < square < math.inf and count
     }
@@ -301,7 +306,7 @@ def of_moment(model: Model, pair: Pair, dtype: DType, shape: Sequence[int], size
         share, text = share + dtype.epsilon, f"({text} + 2^-{dtype.mantissa_bits} as stored)"
     if model.num_steps > 1:
         share, text = model.num_steps * share, f"{model.num_steps:g} steps·{text}"
-    floor = model.floor(pair.role, pair.name, math.prod(shape))
+    floor = model.floor(pair.role, pair.name, shape)
     if not size:
         return "the reference is zero"
     if floor > size:
@@ -323,7 +328,7 @@ def uncertainty(
     first = model.betas[0] if model.betas else 0.9
     if calibrated is None:
         share, _ = model.gradient(pair.name, shape)
-        size = max(moment, model.floor(Role.FIRST_MOMENT, pair.name, math.prod(shape)))
+        size = max(moment, model.floor(Role.FIRST_MOMENT, pair.name, shape))
     else:
         share, size = calibrated.relative, moment
     correction = 1 - math.pow(first, max(1.0, model.counted))

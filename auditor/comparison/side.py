@@ -64,11 +64,17 @@ def open_side(path: str, settings: Settings, stack: ExitStack, progress: Progres
     store, executor = stack.enter_context(entered)
     run = one_run(store)
     by_step: dict[int, StepSource] = {}
-    for source in run.steps:
+    # Of files that record one step, one whose name counts it comes before `last.ckpt` and the like, its copies.
+    for source in sorted(run.steps, key=lambda source: source.match.numbered is None):
         by_step.setdefault(source.match.step, source)
+    twice = {
+        source.folder.path: f"it records step {step}, as {by_step[step].folder.path} does: name it by itself"
+        for source in run.steps
+        if source is not by_step[step := source.match.step] and source.match.numbered is not None
+    }
     readers = {step: partial(_read, store, executor, settings, progress, source) for step, source in by_step.items()}
     catalogs = {step: partial(_catalog, store, settings, source) for step, source in by_step.items()}
-    return Side(store.location, readers, unrecognised=run.unrecognised, catalogs=catalogs, store=store)
+    return Side(store.location, readers, unrecognised={**run.unrecognised, **twice}, catalogs=catalogs, store=store)
 
 
 def _catalog(store: Store, settings: Settings, source: StepSource) -> Catalog:

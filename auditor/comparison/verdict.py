@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from auditor.comparison.outcome import DIFFERENT, PROVED, Comparison, Standing, StepComparison
+from auditor.comparison.records import BETAS, OPTIMIZER
 from auditor.comparison.together import FOLLOWS
 from auditor.model.catalog import Role
 from auditor.settings import Settings
@@ -71,5 +72,9 @@ def verdict(found: Comparison, settings: Settings) -> str:
     word = "equal" if all(standing in PROVED for standing in told) else "agrees up to rounding"
     word += " but for the dtype" if word == "equal" and Standing.CAST in told else ""
     word += ", some of it suspicious" if Standing.SUSPICIOUS in told else ""
+    settings_differ = any(
+        text.partition(" ")[0] in (*OPTIMIZER, BETAS) for step in found.steps for text in step.recorded
+    )
+    word += ", recorded otherwise" if settings_differ else ""
     word += ", but for warnings" if any(row.standing in DIFFERENT for row in rows) else ""
     return f"{word}, undetermined in part" if any(row.standing is Standing.UNDETERMINED for row in rows) else word

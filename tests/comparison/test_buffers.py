@@ -61,6 +61,20 @@ def test_whole_numbers_that_no_double_tells_apart(tmp_path):
     assert (standing(found, "norm.count"), code(found)) == (Standing.BEYOND, 1)
 
 
+def test_of_two_files_that_record_one_step_the_other_is_named(tmp_path):
+    torch = pytest.importorskip("torch")
+    for side in ("one", "two"):
+        (tmp_path / side).mkdir()
+        for number in (100, 200):
+            wrong = (side, number) == ("two", 200)
+            torch.save(
+                {"model": {"w": torch.ones(4) * (1 + wrong)}, "step": 100}, tmp_path / side / f"step_{number}.pt"
+            )
+    found = compared(tmp_path / "one", tmp_path / "two")
+    assert code(found) == 3
+    assert "records step 100, as step_100.pt does" in found.unrecognised["step_200.pt"]
+
+
 def test_complex_numbers_against_real_ones_are_others(tmp_path):
     torch = pytest.importorskip("torch")
     for side, values in (("one", torch.ones(4, 2)), ("two", torch.ones(4, 2, dtype=torch.complex64))):

@@ -46,6 +46,27 @@ def test_a_common_factor_is_told_where_rounding_may_be_as_large_as_each_alone(tm
     assert wrong(found) == expected
 
 
+def test_a_branch_that_is_scaled_by_a_small_vector_is_judged_by_itself(tmp_path):
+    """LayerScale: all gradients of a branch are a millionth of those around it, and as sure as they."""
+    drawn, names = np.random.default_rng(3), ["scale", "up.weight", "down.weight"]
+    group = {"number": 0, "file": "zarr.json", "optimizer": "adamw", "step": 1, "hyperparameters": {"lr": 1e-3},
+             "parameters": [f"layers.0.{name}" for name in names]}  # fmt: skip
+    sides = []
+    for side, sign in (("one", 1), ("two", -1)):
+        tensors = {}
+        for name in names:
+            g = np.random.default_rng(names.index(name)).normal(0, 1, (16, 16) if "." in name else 16)
+            g = g * (1e-6 if "." in name else 1) * (1 + drawn.normal(0, 1e-8, g.shape))
+            g = g * (sign if name == "up.weight" else 1)
+            tensors |= {("parameter", f"layers.0.{name}"): 0 * g + 1, ("first_moment", f"layers.0.{name}"): g,
+                        ("second_moment", f"layers.0.{name}"): g**2}  # fmt: skip
+        found = {key: np.float32(values) for key, values in tensors.items()}
+        sides.append(write_step(tmp_path / side, 1, found, groups=[group]))
+    found = compared(*sides)
+    assert wrong(found) == {"layers.0.up.weight"}
+    assert code(found) == 1
+
+
 def test_what_fails_is_shown_first(tmp_path):
     """Of many modules of which nothing is known only some are shown: the one that is wrong is among them."""
     drawn = np.random.default_rng(8)
