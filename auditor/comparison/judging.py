@@ -19,7 +19,7 @@ from auditor.comparison.permutation import explain_order
 from auditor.comparison.power import power_of
 from auditor.comparison.precision import COARSENED, data_parallel, narrowed, share_coarse
 from auditor.comparison.replaying import Left, left_over
-from auditor.comparison.rounding import IN_COMMON, TOKENS, Model, Motion, Threshold, of_moment, of_weight, uncertainty
+from auditor.comparison.rounding import IN_COMMON, Model, Motion, Threshold, of_moment, of_weight, uncertainty
 from auditor.comparison.softness import motion_of
 from auditor.comparison.vocabulary import in_common
 from auditor.model.catalog import Role
@@ -226,7 +226,8 @@ class Bench:
         elif found.vague and strange:
             standing, row = Standing.BEYOND, replace(row, detail=_joined(row.detail, UNRELATED))
         elif found.relative < relative <= found.unstated:
-            standing, row = Standing.UNDETERMINED, replace(row, detail=_joined(row.detail, TOKENS))
+            standing = Standing.UNDETERMINED
+            row = replace(row, detail=_joined(row.detail, self.model.longer(row.pair, shape)))
         elif found.vague:
             standing = Standing.UNDETERMINED
             row = replace(row, detail=_joined(row.detail, f"rounding may be {found.relative:.2g} of it: {VAGUE}"))
