@@ -19,6 +19,8 @@ FEWEST = 8
 """Tensors from which a common factor is told."""
 DEVIATIONS = 8.0
 """How many times the spread over tensors a common factor must be away from one."""
+LEFT = 0.1
+"""Of a usual tensor, what its factor may leave over where it is a multiple."""
 SHARE = 0.25
 """And how much of the threshold of a usual tensor."""
 TO_DEVIATION = 1.4826
@@ -56,6 +58,10 @@ def common_factor(measured: Sequence[tuple[Compared, Distance]]) -> CommonFactor
     middle = median(factors)
     spread = TO_DEVIATION * median(abs(factor - middle) for factor in factors)
     usual = median(row.threshold.relative for row, _ in own if row.threshold is not None)
+    if median(apart.beside_factor for _, apart in own) < LEFT:
+        # What has nothing else in common with the reference is no multiple of it; where all are one, however large
+        # rounding may be of each, that all of it is a factor is none.
+        usual = min(usual, 1.0)
     away = abs(middle - 1)
     count = sum(_shares(factor, middle) for factor in factors)
     return CommonFactor(middle, spread, count) if away > max(DEVIATIONS * spread, SHARE * usual) else None

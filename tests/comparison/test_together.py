@@ -39,7 +39,7 @@ def test_what_does_not_share_the_factor_of_most_is_not_blamed(tmp_path):
 
 @pytest.mark.parametrize("factor", [1, 2])
 def test_a_common_factor_is_told_where_rounding_may_be_as_large_as_each_alone(tmp_path, factor):
-    sides = [gradients(tmp_path / side, own, noise=1e-3, form=bfloat16, seed=own, steps=50)
+    sides = [gradients(tmp_path / side, own, noise=1e-3, form=bfloat16, seed=own, steps=200)
              for side, own in (("one", 1), ("two", factor))]  # fmt: skip
     found = compared(*sides, compute="bfloat16")
     expected = {1: set(), 2: set(NAMES)}[factor]
