@@ -1,8 +1,9 @@
 """Checkpoints by ``torch.distributed.checkpoint`` (DCP): FSDP2, tensor parallelism, torchtitan, Lightning, accelerate.
 
 A step is a folder with an index, ``.metadata``, and data files ``__<rank>_<n>.distcp``; accelerate and the Trainer put
-two such folders (``pytorch_model_fsdp_0``, ``optimizer_0``) beside each other into one step's. HuggingFaceStorageWriter
-leaves a rank's parts in safetensors files. Megatron's ``torch_dist`` has names and rules of its own: another format.
+two such folders (``pytorch_model_fsdp_0``, ``optimizer_0``) beside each other into one step's, and scripts do so under
+names of their own (``model``, ``optim``). HuggingFaceStorageWriter leaves a rank's parts in safetensors files.
+Megatron's ``torch_dist`` has names and rules of its own: another format.
 Sources: torch ``torch/distributed/checkpoint`` (2.0 to 2.13).
 """
 
@@ -12,7 +13,17 @@ from collections.abc import Iterator, Sequence
 
 from auditor.adapters.adapter import Declined, Folder, Match, Options, Pointer, folder_name
 from auditor.adapters.dcp.catalog import DcpReading
-from auditor.adapters.dcp.files import LIGHTNING, TRAINER_STATE, Part, files_of, is_inner, is_step, number_in, parts_of
+from auditor.adapters.dcp.files import (
+    LIGHTNING,
+    MEGATRON,
+    TRAINER_STATE,
+    Part,
+    files_of,
+    is_inner,
+    is_step,
+    number_in,
+    parts_of,
+)
 from auditor.adapters.dcp.objects import recorded_step
 from auditor.adapters.dcp.safetensors import ShardReading, shard_files
 from auditor.adapters.dcp.sources import open_index
@@ -26,7 +37,6 @@ MAX_INDEX_BYTES = 16 << 20
 """An index that is read only to find a step in it is not longer: about a second."""
 _WITHIN, _NOTHING = "there is a step in the folder's name", "nothing tells a step"
 _APART = (_WITHIN, _NOTHING)
-_MEGATRON = {"metadata.json", "common.pt"}
 
 
 class TorchDcp:
@@ -43,7 +53,7 @@ class TorchDcp:
             return Declined("it holds no .metadata and no file __<rank>_<n>.distcp")
         if folder.alone:
             return Declined("it is one file of several that make up a step", 0.6)
-        if own := _MEGATRON & {*folder.files}:
+        if own := MEGATRON.intersection(folder.files):
             return Declined(f"it is Megatron's form of a distributed checkpoint: it holds {min(own)}", 0.5)
         if is_inner(store, folder):
             return Declined("it is a part of the checkpoint in the folder above it", 0.3)

@@ -3,6 +3,7 @@
     <folder>/.metadata, __<rank>_<n>.distcp          written last, by rank 0, and renamed: it commits the save
     <folder>/__<rank>.metadata, __<rank>_<n>.distcp  without a coordinator (``use_collectives=False``): one a rank
     <step>/pytorch_model_fsdp_0/…, <step>/optimizer_0/…   accelerate and the Trainer: two such folders make a step
+    <step>/model/…, <step>/optim/…                   so do those of scripts that call them by what is in them
 
 A rank that got nothing to write leaves a file of 0 bytes. Sources: torch ``distributed/checkpoint/filesystem.py``;
 huggingface/accelerate ``utils/fsdp_utils.py``.
@@ -26,6 +27,11 @@ OWN_METADATA = re.compile(r"__(\d{1,6})\.metadata", re.A)
 SHARD = re.compile(r"shard-(\d{5})-model-(\d{5})-of-(\d{5})\.safetensors", re.A)
 """A rank's part as HuggingFaceStorageWriter writes it; ranks count from 1."""
 _PARTS = re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d{1,3})?", re.A)
+_MODEL = re.compile(r"models?(?:_states?)?(?:_dict)?|weights|params")
+_OPTIMIZER = re.compile(r"opt(?:im(?:izers?)?)?(?:_states?)?(?:_dict)?")
+"""Names by scripts: parts of a step where one of either kind is there, for a ``model`` alone may be all of it."""
+MEGATRON = frozenset({"metadata.json", "common.pt"})
+"""Files of Megatron's form of a distributed checkpoint."""
 PARTS_BELOW = "sharded"
 """Where HuggingFaceStorageWriter keeps the ranks' parts when it puts them together in the folder above."""
 _STEP = re.compile(
@@ -86,20 +92,28 @@ def part_of(folder: Folder) -> Part | None:
 
 
 def parts_of(store: Store, folder: Folder) -> list[Part]:
-    """The parts of a step: the folder itself, or those below it that accelerate writes beside each other."""
+    """The parts of a step: the folder itself, or those below it that are the model and the optimizer."""
     own = part_of(folder)
     if own is not None:
         return [own]
     if folder.alone:
         return []
-    named = [entry for name, entry in sorted(folder.folders.items()) if _PARTS.fullmatch(name)]
-    return [part for entry in named if (part := part_of(Folder.read(store, entry.name))) is not None]
+    by_script = _MODEL, _OPTIMIZER
+    paired = all(any(map(kind.fullmatch, folder.folders)) for kind in by_script)
+    kinds = (_PARTS, *by_script) if paired else (_PARTS,)
+    named = [entry for name, entry in sorted(folder.folders.items()) if any(kind.fullmatch(name) for kind in kinds)]
+    parts = [part for entry in named if (part := part_of(Folder.read(store, entry.name))) is not None]
+    names = [base_name(part.folder.path) for part in parts if not MEGATRON.intersection(part.folder.files)]
+    if all(any(map(kind.fullmatch, names)) for kind in by_script):
+        return parts
+    return [part for part in parts if _PARTS.fullmatch(base_name(part.folder.path))]
 
 
 def is_inner(store: Store, folder: Folder) -> bool:
     """Whether a folder is a part of the step that the folder above it is."""
     above, _, name = folder.path.rpartition("/")
-    if not folder.path or not (_PARTS.fullmatch(name) or name == PARTS_BELOW):
+    named = (_PARTS, _MODEL, _OPTIMIZER)
+    if not folder.path or not (name == PARTS_BELOW or any(kind.fullmatch(name) for kind in named)):
         return False
     try:
         parent = Folder.read(store, above)
@@ -107,7 +121,7 @@ def is_inner(store: Store, folder: Folder) -> bool:
         return False
     if name == PARTS_BELOW:
         return any(other.endswith(".safetensors") for other in parent.files)
-    return part_of(parent) is None
+    return part_of(parent) is None and any(part.folder.path == folder.path for part in parts_of(store, parent))
 
 
 def files_of(store: Store, folder: Folder) -> Iterator[Entry]:

@@ -54,21 +54,28 @@ class TensorPlacing:
 
     def add_all(self) -> None:
         """Add every tensor of every index."""
-        taken: dict[tuple[Role, str], str] = {}
+        taken: set[tuple[Role, str]] = set()
         order: dict[str, int] = {}
-        for key in every_key(self.sources):
-            described = [(source, source.index.tensors[key]) for source in self.sources if key in source.index.tensors]
-            if not described:
-                continue
+        for key, described in self._described():
             tensor = described[0][1]
             role, name = self.names.tensor(key, tensor.dtype, tensor.shape)
-            if taken.setdefault((role, name), key) != key:
+            if (role, name) in taken:
                 # Two optimizers or models whose parameters have the same names.
-                name = key
+                name = key if (role, key) not in taken else described[0][0].path_of(key)
+            taken.add((role, name))
             if tensor.dtype is None or tensor.dtype.bits < 8:
                 self.unknown[f"torch dtype {tensor.dtype_name}"] += 1
                 continue
             self._add(key, role, name, tensor.dtype, described, order.setdefault(name, len(order)))
+
+    def _described(self) -> Iterator[tuple[str, list[tuple[Source, Described]]]]:
+        """Every key with the indexes that describe it. Folders beside each other may both have it: a count of steps."""
+        for key in every_key(self.sources):
+            by_part: dict[str, list[tuple[Source, Described]]] = {}
+            for source in self.sources:
+                if key in source.index.tensors:
+                    by_part.setdefault(source.part.folder.path, []).append((source, source.index.tensors[key]))
+            yield from ((key, described) for described in by_part.values())
 
     def _add(
         self, key: str, role: Role, name: str, dtype: DType, described: Sequence[tuple[Source, Described]], order: int

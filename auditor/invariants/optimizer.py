@@ -259,7 +259,8 @@ INVARIANTS = (
                   "parameter the state of its neighbour.",
         source="facebookresearch/fairscale#380; pytorch/pytorch#54736",
         example="optimizer.state.9.exp_avg (first_moment) is state of a parameter that is not there",
-        misses="Files that number state by position where no known order fits it: undetermined.",
+        misses="Files that number state by position where no known order fits it, and steps in which no model was "
+               "read (an optimizer saved by itself): undetermined.",
         hint="Compare the model's parameters with those of the code that saved the optimizer.",
         judge_step=state_belongs_to_parameters,
     ),

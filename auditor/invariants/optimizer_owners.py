@@ -12,7 +12,7 @@ def state_belongs_to_parameters(evidence: StepEvidence) -> Judgement:
     """Every moment and every master is that of a parameter which is there; a master has its shape."""
     catalog, kept = evidence.catalog, KeptState(evidence.catalog)
     violations: list[Violation] = []
-    lost = any(file.state is not FileState.PRESENT for file in catalog.files)
+    open_for = _why_open(kept)
     undetermined: dict[str, list[str]] = {reason: list(names) for reason, names in kept.nameless.items()}
     num_holds = 0
     for number, tensor in enumerate(catalog.tensors):
@@ -25,8 +25,8 @@ def state_belongs_to_parameters(evidence: StepEvidence) -> Judgement:
             detail and kept.partial and tensor.role is Role.MOMENT
         ):
             continue
-        if detail and lost:
-            undetermined.setdefault("its parameter may be in a file that could not be read", []).append(tensor.name)
+        if detail and open_for:
+            undetermined.setdefault(open_for, []).append(tensor.name)
         elif detail:
             message = f"{tensor.name} ({tensor.role.value}) {detail}"
             violations.append(Violation(tensor.name, (kept.location(number, detail),), message))
@@ -34,6 +34,14 @@ def state_belongs_to_parameters(evidence: StepEvidence) -> Judgement:
     if not num_holds and not violations and not undetermined:
         return Judgement(not_applicable={"no optimizer state is stored": 1})
     return Judgement(num_holds, tuple(violations), {key: tuple(names) for key, names in undetermined.items()})
+
+
+def _why_open(kept: KeptState) -> str:
+    """Why a parameter that isn't there need not be missing; empty where it is."""
+    if any(file.state is not FileState.PRESENT for file in kept.catalog.files):
+        return "its parameter may be in a file that could not be read"
+    # An optimizer saved by itself: its model lies elsewhere.
+    return "" if kept.parameters else "no model was read in this step"
 
 
 def _misfit(kept: KeptState, owner: str, number: int, tensor: Tensor) -> str:

@@ -206,6 +206,26 @@ def test_accelerate_puts_two_beside_each_other(tmp_path):
     assert (finding.id, files(finding)) == ("INT004", {"checkpoint-7/optimizer_0/.metadata"})
 
 
+@pytest.mark.parametrize("parts", [("model", "optim"), ("weights", "optimizer")])
+def test_scripts_put_two_beside_each_other(tmp_path, parts):
+    torch = pytest.importorskip("torch")
+    model, kept = trained(torch)
+    optimizing = {"state": kept, "param_groups": [{**GROUP, "params": [*kept]}]}
+    saved(tmp_path, model | {"step": torch.tensor(7)}, f"7/{parts[0]}")
+    objects = saved(tmp_path, optimizing | {"step": torch.tensor(7)}, f"7/{parts[1]}")
+    assert roles(read(objects, "7")) >= WANTED
+    run = audited(objects)
+    assert ([step.state.step for step in run.steps], run.path) == ([7], "")
+    assert not [finding for finding in run.findings if finding.id != "OPT010"]
+    del objects[f"7/{parts[0]}/__0_0.distcp"]
+    assert files(only(objects, Level.NAMES)) == {f"7/{parts[0]}/__0_0.distcp"}
+    # Without its model an optimizer is no step of theirs, and its state is of nothing that could be missing.
+    objects = {name: content for name, content in objects.items() if parts[0] not in name}
+    run = audited(objects)
+    assert not [finding for finding in run.findings if finding.id != "OPT010"]
+    assert ("OPT002", "no model was read in this step") in run.undetermined()
+
+
 # Other releases of torch
 
 

@@ -400,6 +400,13 @@ def test_master_of_another_shape_and_of_nothing():
     assert judged.num_holds == 3
 
 
+def test_an_optimizer_saved_by_itself_is_undetermined():
+    catalog = hand_made(("a", Role.FIRST_MOMENT, FLOAT32, (4,)), ("a", Role.MASTER, FLOAT32, (4,)))
+    judged = state_belongs_to_parameters(StepEvidence(catalog, unobserved(catalog)))
+    assert (judged.violations, judged.num_holds) == ((), 0)
+    assert judged.undetermined == {"no model was read in this step": ("a", "a")}
+
+
 def test_parts_of_ranks_are_told_by_their_place():
     catalog = hand_made(("a", Role.PARAMETER, FLOAT32, (2,)), ("a@dp=0,tp=1", Role.FIRST_MOMENT, FLOAT32, (2,)))
     assert KeptState(catalog).state["a"]["exp_avg"] == [1]
