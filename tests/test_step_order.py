@@ -75,6 +75,18 @@ def test_folders_without_a_number_are_judged_alone(folder, names):
     ]  # fmt: skip
 
 
+def test_saves_below_numbered_folders_are_said_to_look_like_one_run():
+    inside = {f"step_{number}/hf": name for number, name in ((5, "step_2"), (10, "step_4"))}
+    found, report = runs(called(ACCELERATE, **inside))
+    assert [item[3] for item in found] == [ALONE, ALONE]
+    (line,) = [line for line in text_lines(report) if "If they are steps" in line]
+    assert line.startswith("step_5/hf … step_10/hf: 2 runs whose folders are numbered above (step_#/hf).")
+    # Linked as the line says they are compared; what no number tells apart is no such set.
+    assert runs(called(ACCELERATE, step_5="step_2", step_10="step_4"))[0][0][1] == [5, 10]
+    _, report = runs(called(ACCELERATE, **{"a/hf": "step_2", "b/hf": "step_4", "step_5/hf": "step_4"}))
+    assert not any("If they are steps" in line for line in text_lines(report))
+
+
 def test_a_copy_that_records_its_step_is_told_to_be_one():
     """The Trainer records the step in a folder of any name."""
     names = {"checkpoint-3": "checkpoint-3", "checkpoint-6": "checkpoint-6", "last": "checkpoint-6"}

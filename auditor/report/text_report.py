@@ -11,6 +11,7 @@ from rich.markup import escape
 from auditor.invariants.registry import invariants
 from auditor.model.finding import Finding, Interval, Location, Outcome, Severity
 from auditor.model.run import Commit
+from auditor.report.lone_steps import look_alike
 from auditor.report.open_questions import named, open_lines, unjudged
 from auditor.report.text_safety import visible
 from auditor.reports import Report, RunReport, StepReport
@@ -40,6 +41,7 @@ def text_lines(report: Report, *, verbose: bool = False) -> Iterator[str]:
         yield ""
         counted_words = " · ".join(f"{word} {words[word]}" for word in _VERDICT_COLOURS if words[word])
         yield f"{len(report.runs)} runs: {counted_words}"
+        yield from map(safe, look_alike(report.runs))
     if report.settings.origins:
         yield f"settings: {safe(', '.join(report.settings.origins))}"
     yield f"exit code {int(exit_code(report))}"
