@@ -18,6 +18,7 @@ from auditor.model.dtype import Kind
 from auditor.model.finding import Judgement, LikelyCause, Location, Severity, Violation
 
 _NO_OPTIMIZER = "no optimizer state is stored, which would tell what is trained"
+_OF_MORE = "no parameter of its group moved either: MOT003 judges files that are old as a whole, MOT004 whole steps"
 
 
 def _save(neighbours: Neighbours) -> str:
@@ -42,8 +43,7 @@ def trained_tensors_move(neighbours: Neighbours) -> Judgement:
         elif name in must:
             found.violations.append(_unmoved(neighbours, key))
         else:
-            reason = seen.why_unmoved(name)
-            found.unknown(reason or "no parameter of its group moved: the learning rate may have been zero", name)
+            found.unknown(seen.why_unmoved(name) or _OF_MORE, name)
     for reason, names in neighbours.kept.nameless.items():
         found.undetermined.setdefault(reason, []).extend(dict.fromkeys(names))
     if not seen.carriers and not found.undetermined:
@@ -174,9 +174,10 @@ def the_step_is_new(neighbours: Neighbours) -> Judgement:
     moments_rest = bool(moments) and all(_rests(neighbours, moments))
     if usual is not None and usual[1] <= usual[0]:
         return Judgement(not_applicable={"no optimizer step was counted since the save before": 1})
-    severity = Severity.ERROR if usual is not None and moments_rest else Severity.WARNING
+    must = _must_have_moved(neighbours)
     reason = "" if moments_rest else _why_at_rest(neighbours)
-    trained = any(neighbours.history.of(*key).num_moved >= _USUALLY for key in names) or _must_have_moved(neighbours)
+    severity = Severity.ERROR if (moments_rest and usual is not None) or (must and not reason) else Severity.WARNING
+    trained = must or any(neighbours.history.of(*key).num_moved >= _USUALLY for key in names)
     if severity < Severity.ERROR and not trained:
         reason = reason or "all weights rest, and neither counters nor earlier saves tell that they are trained"
     if reason:
@@ -208,7 +209,8 @@ def _weights(neighbours: Neighbours) -> list[Key]:
 def _must_have_moved(neighbours: Neighbours) -> bool:
     """Whether moments tell of some weight that a step at the recorded rate moves it."""
     seen = stillness.of(neighbours)
-    return any(not seen.why_unmoved(name) for name in seen.whole_still)
+    sure = [name for name in seen.whole_still if not MOVES_BY_ITSELF.search(name)]
+    return any(not seen.why_unmoved(name) for name in sure)
 
 
 def _why_at_rest(neighbours: Neighbours) -> str:
@@ -286,15 +288,17 @@ INVARIANTS = (
     Invariant(
         "MOT004", "step-repeats", Severity.ERROR,
         statement="Not all weights have the bits of the save before under a new step. An error where the optimizer "
-                  "counted steps since and its moments rest as well; a warning where nothing counts them and weights "
-                  "moved in two saves before. Undetermined where the learning rate is zero or not known, or all "
+                  "counted steps since and its moments rest as well, and where its moments moved on and the recorded "
+                  "learning rate must have moved a weight; a warning where nothing counts them and weights moved in "
+                  "two saves before. Undetermined where the learning rate is zero or not known, or all "
                   "weights have few bits.",
         rationale="The step was saved from a state that is not the trained one: resuming repeats what was trained "
                   "since, and nobody notices.",
         source="hiyouga/LlamaFactory#655; huggingface/transformers#35782",
         example="step 300 holds the weights of step 200 bit by bit, though 100 optimizer steps were counted since",
         misses="A step that repeats one before the last save, or its optimizer state as well (MOT015).",
-        hint="See whether training went on between the two saves; then find the copy that the writer saved.",
+        hint="Its weights are those of the save before: resume from that one. See whether training went on between the "
+             "two; then find the copy that the writer saved.",
         needs=Needs.WEIGHTS, judge_motion=the_step_is_new, goes_first=True,
         likely_causes=(LikelyCause("the writer saved a copy that was made once", "hiyouga/LlamaFactory#655"),),
     ),

@@ -130,21 +130,24 @@ def _of_weights(repeat: _Repeat) -> Judgement:
         found = repeat.violation("weights", f"{_BY_NAMES}, and another optimizer state", Severity.ERROR)
     elif repeat.moved and repeat.read_whole:
         told = f"though step {repeat.moved.step} between them holds others, and another optimizer state"
-        found = repeat.violation("weights", told, Severity.ERROR if _went_on(repeat) else Severity.WARNING)
+        found = repeat.violation("weights", told, Severity.ERROR if _mixed(repeat) else Severity.WARNING)
     else:
         return Judgement(1)
     return Judgement(violations=(found,))
 
 
-def _went_on(repeat: _Repeat) -> bool:
-    """Whether a return to old weights can be no use of theirs: moments are newer ones, and training went on after it.
+def _mixed(repeat: _Repeat) -> bool:
+    """Whether old weights lie under an optimizer that went on, so that the step is a mix of two.
 
-    The best weights are put back at the end of a training. Where averages of weights are saved in turns with the
-    weights, more than one step comes back.
+    As the counter tells, or the moments where none counts: a new optimizer, begun over weights that were put back, is
+    no mix. Where averages of weights are saved in turns with the weights, more than one step comes back.
     """
-    newer = same_content(repeat.earlier.moments, repeat.state.moments) is False
-    later = any(other.step > repeat.state.step and _differ(other, repeat.state) for other in repeat.states)
-    return newer and later and _num_returns(repeat.states) == 1
+    counts = repeat.earlier.optimizer_step, repeat.state.optimizer_step
+    if counts[0] is not None and counts[1] is not None:
+        newer = counts[1] > counts[0]
+    else:
+        newer = same_content(repeat.earlier.moments, repeat.state.moments) is False
+    return newer and _num_returns(repeat.states) == 1
 
 
 def _num_returns(states: Sequence[StepState]) -> int:
@@ -175,8 +178,9 @@ INVARIANTS = (
                   "OCDBT, a number in DCP's index). A warning where weights are all that is stored, and where what is "
                   "drawn shows that the state was saved anew. Nor does it hold the weights alone, with another "
                   "optimizer state, of an earlier one whose drawn names its files bear, or while saves in between hold "
-                  "others: a warning, and an error where moments are newer ones, later saves went on and no other "
-                  "step comes back so. Undetermined where nothing tells a copy from steps without an update.",
+                  "others: an error where the optimizer went on, as its counter tells, or its moments where none "
+                  "counts, and no other step comes back so; else a warning. Undetermined where nothing tells a copy "
+                  "from steps without an update.",
         rationale="An old step, or its weights, lies in a newer one's place: resuming from it loses what was trained "
                   "since, and the step's number says otherwise.",
         source="hiyouga/LlamaFactory#655; measured: Orbax and JAX keep the step in the folder's name alone, so that "
@@ -186,8 +190,8 @@ INVARIANTS = (
         misses="A copy of which a weight was changed; a copy of the save before where few steps lie between and "
                "nothing is drawn; weights of the save before (MOT004); a copy of a step that is not among those looked "
                "at, or of step 0. A state that was restored on purpose is a warning.",
-        hint="Find out whether the files were copied or an older state was restored on purpose. If not, resume from "
-             "the step that it is a copy of, or from a newer true one.",
+        hint="Find out whether files were copied or an older state was put back on purpose, as the best weights at the "
+             "end are. If not, or if its optimizer is a newer one, resume from the newest sound step before it.",
         judge_run=steps_are_no_copies, needs=Needs.WEIGHTS, goes_first=True, ranks_as="INT",
         likely_causes=(
             LikelyCause("files were copied or restored by hand, or an old state was saved", "hiyouga/LlamaFactory#655"),

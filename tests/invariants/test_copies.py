@@ -54,11 +54,14 @@ def copied(*states):
         # A writer that draws once for all saves proves nothing, neither way.
         ([state(2, "aa", 2, "x"), state(4, "bb", 4, "x"), state(6, "bb", 4, "x")], {}),
         ([state(2, "aa", 2, "x"), state(4, "bb", 4, "x"), state(6, "aa", 2, "x")], {6: ERROR}),
-        # Weights alone: training went on after; at the end the best may have been put back; the files themselves.
+        # Weights alone, under an optimizer that went on; under a new one; the files themselves.
         ([state(2, "aa", 2), state(4, "bb", 4), state(6, "ac", 6), state(8, "dd", 8)], {6: ERROR}),
         ([state(2, "aa", 2, "x"), state(4, "bb", 4, "y"), state(6, "ac", 6, "z"), state(8, "dd", 8, "w")], {6: ERROR}),
-        ([state(2, "aa", 2), state(4, "bb", 4), state(6, "ac", 6)], {6: WARNING}),
-        ([state(2, "aa", 2), state(4, "bb", 4), state(6, "aa", 6), state(8, "dd", 8)], {6: WARNING}),
+        ([state(2, "aa", 2), state(4, "bb", 4), state(6, "ac", 6)], {6: ERROR}),
+        ([state(2, "aa", 2), state(4, "bb", 4), state(6, "aa", 6), state(8, "dd", 8)], {6: ERROR}),
+        ([state(2, "aa"), state(4, "bb"), state(6, "ac")], {6: ERROR}),
+        ([state(2, "aa", 2), state(4, "bb", 4), state(6, "ac", 1), state(8, "dd", 3)], {6: WARNING}),
+        ([state(2, "aa", 2), state(4, "ab", 4), state(6, "ac", 6), state(8, "bd", 8)], {}),
         ([state(2, "aa", 2, "x"), state(4, "bb", 4, "y"), state(6, "bc", 6, "y"), state(8, "dd", 8, "z")], {6: ERROR}),
         # Averages saved in turns with the weights, of which one did not move in time.
         ([state(at, held, at) for at, held in zip(range(2, 16, 2), ("aa", "sb", "cc", "sd", "ee", "sf", "gg"),

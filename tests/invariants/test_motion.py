@@ -205,6 +205,17 @@ def test_weights_alone_of_the_save_before(tmp_path):
     assert [(f.id, f.severity) for f in audited(run).findings] == [("MOT004", Severity.WARNING)]
 
 
+def test_weights_alone_of_the_save_before_under_moments_that_moved_on(tmp_path):
+    """The recorded rate is no zero, so that the optimizer must have moved them."""
+    run = Training().run(tmp_path)
+    old = content_of(run, 10)
+    change(run, 12, lambda content: content.update(model=old["model"]))
+    finding = only(run)
+    assert (finding.id, finding.severity) == ("MOT004", Severity.ERROR)
+    assert audited(run).last_good.step == 10
+    assert any("MOT004 whole steps" in reason for reason in reasons(run, "MOT001"))
+
+
 def test_saves_between_which_all_steps_were_skipped(tmp_path):
     assert ids(Training(skip=frozenset({7, 8})).run(tmp_path)) == []
 
