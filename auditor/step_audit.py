@@ -113,7 +113,7 @@ class StepAudit:
         """Read a step's headers and have its weights measured. ``before``: the step before it, where one is known."""
         watched = WatchedStore(self.store)
         full, catalog = self.catalogs(source, level, watched)
-        state = step_state(full, self.listing.modified(source))
+        state = step_state(full, self.listing.modified(source), listed=level > Level.NAMES)
         if newest:
             others = [before] if before else []
             *_, state = decide_commits([*others, state], pointers, self.now, self.settings.settle_seconds)

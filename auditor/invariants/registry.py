@@ -12,6 +12,7 @@ from auditor.invariants import (
     integrity,
     integrity_kept,
     integrity_runs,
+    integrity_states,
     metadata,
     motion,
     motion_copies,
@@ -37,7 +38,7 @@ from auditor.invariants import (
 from auditor.invariants.invariant import FAMILIES, Invariant
 
 _MODULES = (
-    integrity, integrity_runs, integrity_kept, coverage, metadata, replica, stripes, cast, optimizer,
+    integrity, integrity_runs, integrity_states, integrity_kept, coverage, metadata, replica, stripes, cast, optimizer,
     optimizer_records, optimizer_values, optimizer_twins, numerics, outliers, scales, motion, motion_copies,
     motion_records, motion_sizes, motion_steps, tying, reference, security, configuration, witnessed, schedule,
     random_states,

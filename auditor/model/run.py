@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import posixpath
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ from auditor.model.witness import Witness
 _DRAWN = re.compile(r"(?:.*/)?[0-9a-f]{24,64}")
 """Names of files that a writer draws by chance."""
 _MOMENTS = frozenset({Role.FIRST_MOMENT, Role.SECOND_MOMENT, Role.MOMENT})
+
+_STATE = _MOMENTS | {Role.MASTER}
 
 
 class Commit(enum.Enum):
@@ -76,6 +79,9 @@ class StepState:
     """Digest of all its counters, where it counts for each parameter: they need not go on together."""
     optimizer_files: tuple[str, ...] = ()
     """Files that record it."""
+    state_files: tuple[str, ...] | None = None
+    """Files that hold anything of the optimizer, as they are called in every step; their folder, where they are called
+    by chance. None where that isn't known."""
     moved: bool = True
     """Whether the optimizer has taken steps at all: a run may have been saved before its first."""
     num_skipped: float = 0.0
@@ -152,8 +158,11 @@ class StepEvidence:
     """The betas that earlier saves record."""
 
 
-def step_state(catalog: Catalog, modified: float) -> StepState:
-    """The state of a step just read; what is committed is decided over the run."""
+def step_state(catalog: Catalog, modified: float, *, listed: bool = True) -> StepState:
+    """The state of a step just read; what is committed is decided over the run.
+
+    ``listed``: whether headers were read, not names alone.
+    """
     missing = tuple(file.name for file in catalog.files if file.state is FileState.MISSING)
     skipped = num_skipped(catalog)
     return StepState(
@@ -163,10 +172,24 @@ def step_state(catalog: Catalog, modified: float) -> StepState:
         num_skipped=skipped,
         loss_scale=max((scalar.value for scalar in catalog.scalars if scalar.name == "loss_scale"), default=None),
         optimizer_files=tuple(sorted({scalar.file for scalar in counters_of_files(catalog)})),
+        state_files=_state_files(catalog) if listed else None,
         num_ranks=catalog.mesh.num_ranks, ranks_counted=catalog.ranks_counted,
         drawn=_digest_of_drawn(catalog),
         sizes=_digest(sorted(_sizes(catalog))),
     )  # fmt: skip
+
+
+def _state_files(catalog: Catalog) -> tuple[str, ...] | None:
+    """None where no parameter was listed, or a file could not be read: it may be the one with the state."""
+    roles = [tensor.role for tensor in catalog.tensors]
+    if Role.PARAMETER not in roles or any(file.state is not FileState.PRESENT for file in catalog.files):
+        return None
+    of_state = np.array([role in _STATE for role in roles])[catalog.pieces.tensor]
+    found = {catalog.files[number].name for number in np.unique(catalog.pieces.file[of_state]).tolist()}
+    found.update(scalar.file for scalar in _counting(catalog))
+    found.update(group.file for group in catalog.groups)
+    names = map(catalog.within, found)
+    return tuple(sorted({posixpath.dirname(name) if _DRAWN.fullmatch(name) else name for name in names}))
 
 
 def _cut_short(catalog: Catalog) -> tuple[str, ...]:
