@@ -51,9 +51,16 @@ def discover(store: Store, *, nested: bool = True) -> list[RunSource]:
     wanted = "\n".join(f"  {adapter.name}: {adapter.looks_for}" for adapter in adapters())
     single = [name for name in root.files if name.endswith(BY_THEMSELVES)]
     # Scripts name their files as they like; which of them are saves of one run is not known.
-    singly = f"\nnamed by itself each of {len(single)} files here is read, {single[0]} for example" if single else ""
+    singly = f"\nnamed by itself {single[0]} is read" if single and _is_read(store, root.files[single[0]]) else ""
     nearest_text = f"\nnearest: {nearest.text}" if nearest.text else ""
     raise NothingToAuditError(f"{store.location}: no checkpoint found. Looked for\n{wanted}{nearest_text}{singly}")
+
+
+def _is_read(store: Store, entry: Entry) -> bool:
+    """Whether a file is a checkpoint if named by itself."""
+    with suppress(StorageError):
+        return isinstance(recognise(store, Folder.of_file(entry)), tuple)
+    return False
 
 
 def _single(store: Store, root: Folder) -> RunSource:
