@@ -20,6 +20,7 @@ from auditor.storage.store import (
     StorageError,
     Store,
     changed_since,
+    grown_since,
     join,
 )
 
@@ -52,9 +53,10 @@ class Opened(Generic[T]):
             with store.open(path) as handle:
                 return cls(name, FileState.PRESENT, read(handle), "", handle.entry)
         except DamagedError as error:
-            if changed_since(store, path, listed):
+            early = isinstance(error, CutShortError)
+            if changed_since(store, path, listed) and not (early and grown_since(store, path, listed)):
                 return cls(name, FileState.CHANGED, None, "it changed while it was read", listed)
-            state = FileState.CUT_SHORT if isinstance(error, CutShortError) else FileState.DAMAGED
+            state = FileState.CUT_SHORT if early else FileState.DAMAGED
             return cls(name, state, salvage(error), str(error), listed)
         except ObjectMissingError:
             return cls.absent(name)

@@ -101,7 +101,8 @@ class History:
         old = {} if before is None else seen_by_key(before)
         for key, seen in seen_by_key(after).items():
             self.past[key] = self.of(*key).then(old.get(key), seen)
-            if key[0] in _HELD:
+            # A folder's name may tell a number that no array holds.
+            if key[0] in _HELD and after.catalog.step < 1 << 63:
                 held = self.held.setdefault(key, array("q"))
                 held.extend((after.catalog.step, hash(seen.lanes)))
                 del held[: -2 * _REMEMBERED]

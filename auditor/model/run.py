@@ -195,7 +195,7 @@ def _state_files(catalog: Catalog) -> tuple[str, ...] | None:
 def _cut_short(catalog: Catalog) -> tuple[str, ...]:
     if any(file.state is FileState.DAMAGED for file in catalog.files):
         return ()
-    return tuple(file.name for file in catalog.files if file.state in (FileState.CUT_SHORT, FileState.CHANGED))
+    return tuple(file.name for file in catalog.files if file.state is FileState.CUT_SHORT)
 
 
 def _sizes(catalog: Catalog) -> Iterable[tuple[str, int]]:

@@ -166,6 +166,14 @@ def changed_since(store: Store, name: str, known: Entry | None) -> bool:
         return False
 
 
+def grown_since(store: Store, name: str, known: Entry | None) -> bool:
+    """Whether an object has become longer, as one does that is being written. False where storage does not say."""
+    try:
+        return known is not None and store.stat(name).num_bytes > known.num_bytes
+    except StorageError:
+        return False
+
+
 def read_bytes(handle: Handle, offset: int, num_bytes: int) -> bytes:
     """A small range as bytes: headers, metadata. Weights go into reused buffers instead."""
     buffer = bytearray(num_bytes)

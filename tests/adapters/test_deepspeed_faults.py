@@ -37,7 +37,7 @@ def run_of(tmp_path, name):
 def found(run, **settings):
     """(id, severity) of every finding that is more than a note, with the names and files of its places."""
     chosen = Settings(settle_seconds=0, **settings)
-    (report,) = audit(LocalStore(run) if isinstance(run, Path) else run, chosen).runs
+    report = audit(LocalStore(run) if isinstance(run, Path) else run, chosen).runs[0]
     return {
         finding.id: {(location.tensor, location.file.rpartition("/")[2]) for location in finding.locations}
         for finding in report.findings

@@ -135,7 +135,7 @@ def test_thousands_of_stacks_are_no_model():
 
 @pytest.mark.parametrize(
     "rule", [NameRule("a.{n}", ("b.{n}",), unstack=0), NameRule("a", ("b",), unstack=0),
-             NameRule("a", ("b.{n}", "c.{n}"), unstack=0), NameRule("a", ("b.{n}",), unstack=0, stack=0)],
+             NameRule("a", ("b.{n}", "c"), unstack=0), NameRule("a", ("b.{n}",), unstack=0, stack=0)],
 )  # fmt: skip
 def test_rules_that_cannot_be_followed(rule):
     assert rule.flaw()
