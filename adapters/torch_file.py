@@ -73,7 +73,7 @@ class TorchFiles:
             return Declined("it holds no torch file that could be a whole model's")
         if number is None:
             return Declined(f"it holds {names[0]}, but its name tells no step: its files are looked at one by one", 0.2)
-        found = _models(store, folder, names)
+        found = _models(_opened(store, folder, names))
         if len(found) != 1:
             what = f"{len(found)} torch files with a model" if found else "torch files, but none holds a model"
             return Declined(f"it holds {what}; a step is one file", 0.3)
@@ -103,8 +103,9 @@ class TorchFiles:
         if folder.is_of_files and not folder.alone:
             return SetReading(store, folder, options).catalog(match.step, self.name)
         names = list(folder.files) if folder.alone else _candidates(folder)
-        found = names if len(names) == 1 else [file.name for file in _models(store, folder, names)]
-        if states := _states(store, folder, [name for name in names if name not in found]):
+        opened = _opened(store, folder, names) if len(names) > 1 else []
+        found = [file.name for file in _models(opened)] or names
+        if states := [file.name for file in opened if file.name not in found and _holds_state(file)]:
             together = replace(folder, files={name: folder.files[name] for name in (*found, *states)})
             beside = [entry.name for name, entry in folder.files.items() if name not in together.files]
             return SetReading(store, together, options).catalog(match.step, self.name, beside)
@@ -122,21 +123,19 @@ def _candidates(folder: Folder) -> list[str]:
     return [] if foreign else [name for name in names if not is_part(name)]
 
 
-def _models(store: Store, folder: Folder, names: Sequence[str]) -> list[StepFile]:
+def _opened(store: Store, folder: Folder, names: Sequence[str]) -> list[StepFile]:
+    return [StepFile.read(store, folder, name) for name in names]
+
+
+def _models(opened: Sequence[StepFile]) -> list[StepFile]:
     """Those that hold a model; if none can be read, those that are called so."""
-    opened = [StepFile.read(store, folder, name) for name in names]
     found = [file for file in opened if file.content is not None and holds_model(file)]
     return found or [file for file in opened if file.content is None and is_likely(file.name)]
 
 
-def _states(store: Store, folder: Folder, names: Sequence[str]) -> list[str]:
-    """Files that hold an optimizer's state alone; where they can't be read, those that are called so."""
-    opened = [StepFile.read(store, folder, name) for name in names]
-    return [
-        file.name
-        for file in opened
-        if (state_alone(file)[1] is not None if file.content is not None else called_as_optimizers(file.name))
-    ]
+def _holds_state(file: StepFile) -> bool:
+    """Whether it holds an optimizer's state alone; of one that can't be read, whether it is called so."""
+    return called_as_optimizers(file.name) if file.content is None else state_alone(file)[1] is not None
 
 
 def _holds(store: Store, folder: Folder) -> Holds | None:

@@ -17,44 +17,30 @@ FIXTURES = ROOT / "tests" / "fixtures"
 NOW, SETTLE, DAY = 1.9e9, 600.0, 86_400.0
 
 
-def torch_files(run):
+TORCH = ("torch_file/numbered/model_{}.pt", "model_{}.pt")
+BERT = "hugging_face/bert/model.safetensors"
+FORMATS = {
+    "torch_files": TORCH,
+    "npz": ("flax/npz/step_{}/state.npz", "state_{}.npz"),
+    "flax": ("flax/adamw/checkpoint_{}", "checkpoint_{}"),
+    "safetensors": (BERT, "model_{}.safetensors"),
+    "folders": (BERT, "step_{}/model.safetensors"),
+}
+"""Which fixture is saved as which file of a step."""
+
+
+def save(run, form):
+    fixture, name = form
     for step in (2, 4, 6):
-        shutil.copy(FIXTURES / f"torch_file/numbered/model_{step}.pt", run)
-    return "model_{}.pt"
+        (run / name.format(step)).parent.mkdir(exist_ok=True)
+        shutil.copy(FIXTURES / fixture.format(step), run / name.format(step))
 
 
-def npz(run):
-    for step in (2, 4, 6):
-        shutil.copy(FIXTURES / f"flax/npz/step_{step}/state.npz", run / f"state_{step}.npz")
-    return "state_{}.npz"
-
-
-def flax(run):
-    for step in (2, 4, 6):
-        shutil.copy(FIXTURES / f"flax/adamw/checkpoint_{step}", run)
-    return "checkpoint_{}"
-
-
-def safetensors(run):
-    for step in (2, 4, 6):
-        shutil.copy(FIXTURES / "hugging_face/bert/model.safetensors", run / f"model_{step}.safetensors")
-    return "model_{}.safetensors"
-
-
-def folders(run):
-    for step in (2, 4, 6):
-        (run / f"step_{step}").mkdir()
-        shutil.copy(FIXTURES / "hugging_face/bert/model.safetensors", run / f"step_{step}")
-    return "step_{}/model.safetensors"
-
-
-FORMATS = [torch_files, npz, flax, safetensors, folders]
-
-
-@pytest.fixture(params=FORMATS, ids=lambda made: made.__name__)
+@pytest.fixture(params=FORMATS.values(), ids=FORMATS)
 def file_of(request, tmp_path):
     """A run; gives where the file of a step lies. All are a day old."""
-    name = request.param(tmp_path)
+    save(tmp_path, request.param)
+    _, name = request.param
     for step in (2, 4, 6):
         date(tmp_path / name.format(step), DAY)
     return lambda step: tmp_path / name.format(step)
@@ -97,7 +83,7 @@ def test_settled_dated_far_ahead_or_not_the_newest(tmp_path, file_of, step, age)
 
 
 def test_other_damage_is_damage_at_once(tmp_path):
-    torch_files(tmp_path)
+    save(tmp_path, TORCH)
     content = (tmp_path / "model_6.pt").read_bytes()
     (tmp_path / "model_6.pt").write_bytes(content + b"more")
     for step, age in ((2, DAY), (4, DAY), (6, 1.0)):
@@ -106,7 +92,7 @@ def test_other_damage_is_damage_at_once(tmp_path):
 
 
 def test_a_file_that_grows_on_between_the_listing_and_its_opening(tmp_path):
-    torch_files(tmp_path)
+    save(tmp_path, TORCH)
     file = tmp_path / "model_6.pt"
     content = file.read_bytes()
     file.write_bytes(content[:500])
@@ -125,7 +111,7 @@ def test_a_file_that_grows_on_between_the_listing_and_its_opening(tmp_path):
 
 
 def test_what_is_written_is_named_and_a_later_step_ends_it(tmp_path):
-    torch_files(tmp_path)
+    save(tmp_path, TORCH)
     # By a clock an hour ahead: the command takes the time as it is.
     cut(tmp_path / "model_6.pt", NOW - time.time() - 3600)
     done = run(["check", tmp_path])

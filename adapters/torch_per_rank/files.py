@@ -150,8 +150,9 @@ def rank_state(file: StepFile) -> RankState:
 def _where_kept(tree: Mapping[Any, Any]) -> tuple[str, Mapping[Any, Any]]:
     """Where in a file the state dicts are, with a dot: Composer puts all under ``state``. And what is there."""
     inside = tree.get("state")
-    nested = isinstance(inside, dict) and any(isinstance(inside.get(key), dict) for key in _MODELS)
-    return ("state.", inside) if nested and isinstance(inside, dict) else ("", tree)
+    if isinstance(inside, dict) and any(isinstance(inside.get(key), dict) for key in _MODELS):
+        return "state.", inside
+    return "", tree
 
 
 def state_alone(file: StepFile) -> tuple[str, IndexedState | None]:

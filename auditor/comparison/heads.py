@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 from auditor.comparison.holding import Source
@@ -61,8 +61,7 @@ def _sizes(source: Source) -> dict[str, int]:
         except (StorageError, DamagedError, LimitError):
             continue
         if isinstance(found, dict):
-            numbers = {what: next((found[key] for key in keys if key in found), 0) for what, keys in _KEYS.items()}
-            return {what: value for what, value in numbers.items() if type(value) is int and 0 < value < MOST_HEADS}
+            return _believed({what: next((found[k] for k in keys if k in found), 0) for what, keys in _KEYS.items()})
     return {}
 
 
@@ -79,7 +78,10 @@ def _arguments(source: Source) -> dict[str, int]:
     if not kept.get("group_query_attention"):
         # Then the number of groups is not used.
         kept = {**kept, "num_query_groups": 0}
-    numbers = {what: kept.get(key) for what, key in _MEGATRON.items()}
+    return _believed({what: kept.get(key) for what, key in _MEGATRON.items()})
+
+
+def _believed(numbers: Mapping[str, object]) -> dict[str, int]:
     return {what: value for what, value in numbers.items() if type(value) is int and 0 < value < MOST_HEADS}
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from auditor.comparison.holding import Holding
 from auditor.comparison.matching import Pair
-from auditor.comparison.outcome import PROVED, Amount, Compared, Standing
+from auditor.comparison.outcome import OPEN, PROVED, Amount, Compared, Standing
 from auditor.comparison.rounding import SAYS_NOTHING, Model, Threshold
 from auditor.model.catalog import Role
 from auditor.model.dtype import DType
@@ -34,7 +34,6 @@ _STATISTICS = re.compile(r"(?:^|\.)(?:running|moving)_(?:mean|var|variance)$")
 """What normalisation over batches keeps of activations."""
 NO_ROUNDING = 0.01
 """Relative difference of averages of the same activations that no order of adding them up makes."""
-_OPEN = (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.UNDETERMINED)
 SAME_NUMBERS = "equal as numbers"
 UNRELATED = "it has no more in common with the reference than unrelated weights have"
 ROUNDED_OTHERWISE = "a copy in one dtype rounds nothing, and elements differ by one distance between numbers"
@@ -89,7 +88,7 @@ class OneSet:
     def settled(self, row: Compared, dtype: DType, *, one_dtype: bool) -> Compared:
         """A row as it stands where nothing but one rounding can have come between; in ``one_dtype`` not even that."""
         amount = row.amount
-        if amount is None or not amount.relative or row.standing not in _OPEN or not dtype.epsilon:
+        if amount is None or not amount.relative or row.standing not in OPEN or not dtype.epsilon:
             return row
         if row.pair.role is Role.BUFFER:
             # What a framework computes anew (rotary frequencies) is no part of what was trained.
@@ -127,7 +126,7 @@ def with_statistics(rows: Sequence[Compared]) -> list[Compared]:
     detail = "all weights and moments are equal in every bit, and so were activations: their averages are not"
     return [
         replace(row, standing=Standing.BEYOND, detail=detail)
-        if row.pair.role is Role.BUFFER and row.standing in _OPEN and row.amount is not None
+        if row.pair.role is Role.BUFFER and row.standing in OPEN and row.amount is not None
         and row.amount.relative > NO_ROUNDING and _STATISTICS.search(row.pair.name)
         else row
         for row in rows

@@ -32,6 +32,8 @@ class Standing(enum.Enum):
 DIFFERENT = (Standing.BEYOND, Standing.REORDERED, Standing.SHAPE, Standing.LACKING, Standing.EXTRA)
 PROVED = (Standing.EQUAL, Standing.CAST)
 SUSPECT = (Standing.BEYOND, Standing.SUSPICIOUS)
+OPEN = (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.UNDETERMINED)
+"""What may still turn out to be beyond rounding, by what all tensors show together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,10 @@ def _scored(name: str, own: Source, theirs: Source, rules: tuple[NameRule, ...],
     count = _in_common(left, right)
     side = "reference" if mine else "candidate"
     note = f"map {name} on the {side}: {count} of {_count(left)} parameters against {_count(right)} have a counterpart"
-    doubts = tuple(_doubts(rules)) if recorded_heads(own, theirs) is None else ()
+    doubts = tuple(_doubts(rules))
+    # Configurations are read only where a rule asks: each map is tried from both sides.
+    if doubts and recorded_heads(own, theirs) is not None:
+        doubts = ()
     if doubts:
         note += f"; no configuration records the heads: how they lie is told by the numbers ({doubts[0][1]})"
     return count, Views(rules if mine else (), () if mine else rules, (note,), doubts=doubts)

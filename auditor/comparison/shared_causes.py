@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from auditor.comparison.causes import CLIPPED, GRADIENT, OWN, SAME_FACTOR, SCALED, Setting
 from auditor.comparison.matching import module_of
+from auditor.comparison.one_set import WEIGHTS
 from auditor.comparison.outcome import SUSPECT, Compared, Explanation, Standing
 from auditor.comparison.permutation import PERIODIC
 from auditor.comparison.precision import COARSENED
@@ -19,7 +20,6 @@ from auditor.model.finding import LikelyCause
 
 MOST = 0.8
 """Where more of the gradients differ, the fault lies where all of them come from."""
-_WEIGHTS = (Role.PARAMETER, Role.MASTER, Role.EMA)
 _EXPERT = re.compile(r"(\S*experts\.)([0-9]+)(\.\S*)")
 _TURNED = re.compile(r"(?:^|\.)(?:q|k|wq|wk|query|key|q_proj|k_proj)\.(?:weight|bias|kernel)$")
 _ROTARY = "huggingface/transformers convert_llama_weights_to_hf.permute"
@@ -96,7 +96,7 @@ def _groups(bad: Sequence[Compared]) -> list[list[Compared]]:
 
 
 def _of_weight(row: Compared) -> bool:
-    return row.pair.role in _WEIGHTS
+    return row.pair.role in WEIGHTS
 
 
 def _away(row: Compared) -> tuple[bool, float]:
@@ -130,7 +130,7 @@ def _said(group: Sequence[Compared], bad: Sequence[Compared], setting: Setting) 
             f"{what} in what {cause.held_by} holds alone: that rank computed, clipped or scaled otherwise than the "
             f"rest ({listed})", CLIPPED,
         )  # fmt: skip
-    if group[0].pair.role in _WEIGHTS:
+    if group[0].pair.role in WEIGHTS:
         return LikelyCause(
             f"the differences of {len(names)} weights are one multiple of the weights themselves "
             f"({cause.factor - 1:+.3g}): weight decay that differs ({listed})", OWN,

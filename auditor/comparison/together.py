@@ -9,7 +9,7 @@ from statistics import median
 
 from auditor.comparison.lockstep import Distance
 from auditor.comparison.matching import Pair
-from auditor.comparison.outcome import Compared, Standing
+from auditor.comparison.outcome import OPEN, Compared, Standing
 from auditor.comparison.rounding import Threshold
 from auditor.model.catalog import Role
 from auditor.model.dtype import DType
@@ -29,7 +29,6 @@ FOLLOWS = "as far as a bias of its size went, of which nothing is determined"
 LED = 4.0
 """Distances between numbers a step, root mean square, by which one optimizer's arithmetic may lead weights apart."""
 NOT_LED = "its moments are equal in every bit, so no step led it elsewhere"
-_OPEN = (Standing.ROUNDING, Standing.SUSPICIOUS, Standing.UNDETERMINED)
 _SOURCE = "NVIDIA/Megatron-LM#673; NVIDIA/Megatron-LM#906"
 
 
@@ -81,7 +80,7 @@ def with_factor(
     return [
         replace(row, standing=Standing.BEYOND, detail=_joined(row, detail))
         if at in measures and row.pair.role is Role.FIRST_MOMENT and row.threshold is not None
-        and row.standing in _OPEN and _shares(measures[at].factor, found.factor)
+        and row.standing in OPEN and _shares(measures[at].factor, found.factor)
         else row
         for at, row in enumerate(rows)
     ]  # fmt: skip
@@ -127,7 +126,7 @@ def not_led(rows: Sequence[Compared], narrower: Callable[[Pair], DType], num_ste
             same.setdefault(row.pair.name, set()).add(row.pair.role)
     return [
         _beside_moments(row, narrower(row.pair).epsilon, num_steps)
-        if row.amount and row.standing in _OPEN and row.pair.role in (Role.PARAMETER, Role.MASTER)
+        if row.amount and row.standing in OPEN and row.pair.role in (Role.PARAMETER, Role.MASTER)
         and len(same.get(row.pair.name, ())) > 1 else row for row in rows
     ]  # fmt: skip
 

@@ -68,14 +68,25 @@ def _decay(neighbours: Neighbours) -> Iterable[Asked]:
             yield replace(asked, joint=Joint(JointKind.DECAY, (new,), (old,), (known.kept_of_second, known.floor)))
 
 
-def _stride(neighbours: Neighbours) -> Iterable[Asked]:
+def _weights(neighbours: Neighbours) -> Iterable[tuple[Asked, int, Recorded | str]]:
+    """The weight of every parameter, its number in the save before, and what is recorded of it.
+
+    Or why nothing can be said: of moments of which it isn't known whose they are, that there is no weight to hold them
+    against.
+    """
     for name, known in _each(neighbours):
         role = Role.MASTER if (Role.MASTER, name) in neighbours.shared else Role.PARAMETER
         old, new = _of(neighbours, role, name)
-        if new < 0:
-            yield from _unowned(neighbours, name)
-            continue
-        asked = Asked(name, role, new)
+        moment = _of(neighbours, Role.SECOND_MOMENT, name)[1]
+        if new >= 0:
+            yield Asked(name, role, new), old, known
+        elif reason := neighbours.after.catalog.tensors[moment].undetermined:
+            yield Asked(name, Role.SECOND_MOMENT, moment), -1, reason
+
+
+def _stride(neighbours: Neighbours) -> Iterable[Asked]:
+    for asked, old, known in _weights(neighbours):
+        name, new = asked.name, asked.number
         (first, _), (second_old, second) = (_of(neighbours, r, name) for r in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))
         dtype = neighbours.after.catalog.tensors[new].dtype
         bound = known if isinstance(known, str) else why_set_otherwise(name) or motion_bound(known, dtype)
@@ -86,13 +97,6 @@ def _stride(neighbours: Neighbours) -> Iterable[Asked]:
             joint = Joint(JointKind.STRIDE, (new, second), (old, second_old, first), bound)
             # The function takes new and old of each in turn.
             yield replace(asked, joint=joint, assumed=known.assumed)
-
-
-def _unowned(neighbours: Neighbours, name: str) -> Iterable[Asked]:
-    """Moments of which it isn't known whose they are, so that there is no weight to hold them against."""
-    number = _of(neighbours, Role.SECOND_MOMENT, name)[1]
-    if reason := neighbours.after.catalog.tensors[number].undetermined:
-        yield Asked(name, Role.SECOND_MOMENT, number, reason=reason)
 
 
 def _variance(neighbours: Neighbours) -> Iterable[Asked]:
@@ -109,13 +113,8 @@ def _variance(neighbours: Neighbours) -> Iterable[Asked]:
 
 
 def _update(neighbours: Neighbours) -> Iterable[Asked]:
-    for name, known in _each(neighbours):
-        role = Role.MASTER if (Role.MASTER, name) in neighbours.shared else Role.PARAMETER
-        old, new = _of(neighbours, role, name)
-        if new < 0:
-            yield from _unowned(neighbours, name)
-            continue
-        asked = Asked(name, role, new)
+    for asked, old, known in _weights(neighbours):
+        name, new = asked.name, asked.number
         dtype = neighbours.after.catalog.tensors[new].dtype
         reason = known if isinstance(known, str) else why_set_otherwise(name) or known.why_no_update(dtype)
         first, second = (_of(neighbours, r, name)[1] for r in (Role.FIRST_MOMENT, Role.SECOND_MOMENT))

@@ -65,7 +65,7 @@ class StepState:
     """Whether every file that the recorded mesh implies is there."""
     missing: tuple[str, ...] = ()
     cut_short: tuple[str, ...] = ()
-    """Files that ended too early, or changed, when they were read, where no other is damaged."""
+    """Files that ended too early when they were read, where no other is damaged."""
     unfinished: str = ""
     """What says that its writer did not finish it, in formats that mark this; empty where nothing does."""
     finished: bool = False

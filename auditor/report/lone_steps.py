@@ -20,10 +20,9 @@ def look_alike(runs: Sequence[RunReport]) -> Iterator[str]:
         if len(run.steps) == 1 and run.order:
             path, step_format = run.steps[0].state.path, run.steps[0].state.format
             above, _, name = path.rpartition("/")
-            *_, last = [None, *_NUMBER.finditer(above.rpartition("/")[2])]
+            *_, last = [None, *_NUMBER.finditer(above, above.rfind("/") + 1)]
             if last is not None and not _NUMBER.search(name):
-                at = len(above) - len(above.rpartition("/")[2])
-                pattern = f"{above[: at + last.start()]}#{above[at + last.end() :]}/{name}"
+                pattern = f"{above[: last.start()]}#{above[last.end() :]}/{name}"
                 alike.setdefault((pattern, step_format), []).append((int(last[0][:15]), path))
     for (pattern, _), found in alike.items():
         if len(found) > 1:
